@@ -1,0 +1,278 @@
+"""The configuration's schema: one dataclass a group of `conf/`, standard library only.
+
+Choices are enums, so a misspelt choice is refused by name. `config.py` loads YAML and the command line
+into these classes and validates them; the rest of the package only ever sees the dataclasses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+MISSING: Any = "???"  # OmegaConf's mark of a value that the YAML must give
+
+
+class Precision(StrEnum):
+    """Arithmetic of the model: FP32, or BF16 parameters with FP32 main parameters in the optimizer."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Format(StrEnum):
+    """What a linear layer is stored in: BF16, W4A16 NVFP4, or FP8 weights and activations."""
+
+    bf16 = "bf16"
+    nvfp4 = "nvfp4"
+    fp8 = "fp8"
+
+
+class KvFormat(StrEnum):
+    none = "none"
+    fp8 = "fp8"
+    nvfp4 = "nvfp4"
+
+
+class WeightScales(StrEnum):
+    """dynamic: block scales are recomputed from the weights; static: kept from calibration."""
+
+    dynamic = "dynamic"
+    static = "static"
+
+
+class ScaleSearch(StrEnum):
+    max = "max"
+    mse = "mse"
+    four_over_six = "four_over_six"
+
+
+class QadScales(StrEnum):
+    """Whether QAD recomputes the block scales as the weights move, or keeps those of PTQ."""
+
+    dynamic = "dynamic"
+    frozen = "frozen"
+
+
+class Schedule(StrEnum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+class Keep(StrEnum):
+    """Which weights QAD hands on: the best held-out KL seen, or those of the last step."""
+
+    best = "best"
+    last = "last"
+
+
+class Stage(StrEnum):
+    teacher = "teacher"
+    ptq = "ptq"
+    qad = "qad"
+    evaluate = "evaluate"
+    export = "export"
+    report = "report"
+
+
+class Source(StrEnum):
+    """Where text comes from: Python's standard library, or Megatron .bin/.idx files."""
+
+    stdlib = "stdlib"
+    indexed = "indexed"
+
+
+@dataclass
+class AttentionConfig:
+    num_heads: int = MISSING
+    num_query_groups: int = MISSING
+    head_dim: int = MISSING
+
+
+@dataclass
+class MambaConfig:
+    num_heads: int = MISSING
+    head_dim: int = MISSING
+    num_groups: int = MISSING
+    state_dim: int = MISSING
+    conv_kernel: int = 4
+    chunk_size: int = 128
+
+
+@dataclass
+class MoeConfig:
+    num_experts: int = MISSING
+    top_k: int = MISSING
+    ffn_hidden_size: int = MISSING
+    shared_expert_ffn_hidden_size: int = MISSING
+    routed_scaling_factor: float = 2.5
+    aux_loss_coeff: float = 1e-4
+    bias_update_rate: float = 1e-3
+
+
+@dataclass
+class ModelConfig:
+    """A Nemotron-H hybrid. `hybrid_pattern`: M Mamba-2, * attention, E mixture of experts, - dense MLP."""
+
+    name: str = MISSING
+    hybrid_pattern: str = MISSING
+    hidden_size: int = MISSING
+    vocab_size: int = MISSING
+    max_position_embeddings: int = MISSING
+    ffn_hidden_size: int = MISSING
+    precision: Precision = Precision.bf16
+    layernorm_epsilon: float = 1e-5
+    init_std: float = 0.02
+    vocab_divisible_by: int = 128
+    tied_output: bool = False
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mamba: MambaConfig = field(default_factory=MambaConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    mtp_pattern: str = ""
+    mtp_num_layers: int = 0
+    source: str = ""
+
+
+@dataclass
+class ExtraRule:
+    """A recipe rule beside the named parts: module names that match `modules` (a glob) get `format`."""
+
+    modules: str = MISSING
+    format: Format = MISSING
+
+
+@dataclass
+class RecipeConfig:
+    """A PTQ recipe. Each part of the model has a format; block scales are found by `scale_search`."""
+
+    name: str = MISSING
+    description: str = MISSING
+    routed_experts: Format = Format.nvfp4
+    shared_experts: Format = Format.nvfp4
+    mamba: Format = Format.nvfp4
+    dense_mlp: Format = Format.nvfp4
+    attention: Format = Format.bf16
+    output_layer: Format = Format.nvfp4
+    kv_cache: KvFormat = KvFormat.fp8
+    weight_scales: WeightScales = WeightScales.static
+    scale_search: ScaleSearch = ScaleSearch.four_over_six
+    qad_scales: QadScales = QadScales.frozen
+    extra_rules: list[ExtraRule] = field(default_factory=list)
+
+
+@dataclass
+class CalibrationConfig:
+    num_samples: int = MISSING
+    sequence_length: int = MISSING
+    micro_batch_size: int = 1
+
+
+@dataclass
+class DataConfig:
+    """Training text. `generated_fraction` of the tokens is material that the generated tasks need."""
+
+    name: str = MISSING
+    source: Source = MISSING
+    path: str | None = None  # folder of .bin/.idx pairs and tokenizer.json, for source=indexed
+    held_out_fraction: float = 0.05
+    generated_fraction: float = 0.25
+    seed: int = 1234
+
+
+@dataclass
+class TeacherConfig:
+    """The BF16 model. With `path` it is read; without, it is trained from scratch and cached."""
+
+    path: str | None = None
+    steps: int = 600
+    learning_rate: float = 3e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 30
+    global_batch_size: int = 16
+    sequence_length: int = 128
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    seed: int = 1234
+
+
+@dataclass
+class QadConfig:
+    """Distillation: forward KL(teacher || student) over valid tokens, published settings in conf/qad."""
+
+    name: str = MISSING
+    learning_rate: float = MISSING
+    min_learning_rate: float = MISSING
+    warmup_steps: int = MISSING
+    steps: int = MISSING
+    schedule: Schedule = Schedule.cosine
+    global_batch_size: int = MISSING
+    micro_batch_size: int = 1
+    sequence_length: int = MISSING
+    temperature: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    weight_decay: float = 0.0
+    average_decay: float = 0.0  # 0: off; else exponential moving average of the weights, judged beside them
+    validate_every: int = 20
+    validation_samples: int = 64
+    save_every: int = 50
+    keep: Keep = Keep.best
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the parallel groups; the data-parallel size follows from nodes x ranks_per_node."""
+
+    name: str = MISSING
+    nodes: int = 1
+    ranks_per_node: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    distributed_optimizer: bool = False
+    recompute: bool = False
+
+
+@dataclass
+class EvaluationConfig:
+    name: str = MISSING
+    num_questions: int = 400
+    held_out_samples: int = 256
+    sequence_length: int = 128
+    micro_batch_size: int = 16
+    band_low: float = 0.95
+    band_high: float = 0.99
+
+
+@dataclass
+class ExportConfig:
+    max_shard_gb: float = 5.0
+
+
+@dataclass
+class RunConfig:
+    """One run. `run_dir` empty: outputs/MODEL-RECIPE-HASH, so that another configuration never collides."""
+
+    recipe: RecipeConfig = MISSING
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    qad: QadConfig = MISSING
+    evaluation: EvaluationConfig = MISSING
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    calibration: CalibrationConfig = MISSING
+    export: ExportConfig = field(default_factory=ExportConfig)
+    stages: list[Stage] = field(default_factory=lambda: list(Stage))
+    run_dir: str | None = None
+    output_dir: str = "outputs"
+    cache_dir: str | None = None  # empty: OUTPUT_DIR/cache
+    seed: int = 1234
+    threads: int = 0  # CPU threads a rank; 0: all cores divided by the local ranks
+    deterministic: bool = True
