@@ -6,6 +6,7 @@ divided once by the total count (Megatron's `calculate_per_token_loss`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,11 +100,11 @@ class Trainer:
 
     def _refuse_non_finite(self, total: float) -> None:
         names = [n for n, p in self.module.named_parameters() if not p.main_grad.isfinite().all()]
-        if names or total != total or abs(total) == float("inf"):
-            where = f"; gradients of {', '.join(names[:3])}" if names else ""
+        if names or not math.isfinite(total):
             raise UserError(
-                f"step {self.step + 1}: the loss is {total}{where} are NaN or Inf. Nothing was updated; "
-                "lower the learning rate, or look at the data of this step"
+                f"step {self.step + 1}: the loss is {total} and these gradients are NaN or Inf: "
+                f"{', '.join(names[:3]) or 'none'}. Nothing was updated; lower the learning rate, or look at "
+                "the data of this step"
             )
 
     @torch.no_grad()

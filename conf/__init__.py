@@ -1,0 +1,1 @@
+"""The configuration's YAML files, shipped as the package `nemo_qad.conf`."""

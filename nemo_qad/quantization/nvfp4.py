@@ -1,0 +1,160 @@
+"""NVFP4 numerics in plain torch: what fake quantisation computes is what the packed bytes decode to.
+
+A tensor is cut into blocks of K = 16 along its last dimension. An element is stored as an E2M1 code
+(0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), a block as an E4M3 scale, a tensor as one FP32 scale:
+
+    value = e2m1 * (block_scale * global_scale)              each product rounded to FP32, in this order
+    global_scale = max(global_amax, 2^-100) / (6 * scale_max)
+    block_scale  = e4m3(clamp(block_amax * scale_max / global_amax, 2^-9, 448))
+
+`scale_max` is 448, the largest E4M3 value, or 256 for four-over-six, which leaves room to enlarge a
+block's scale by 1.5. The clamp from below is why training and export agree on blocks that are zero or
+underflow: they keep the smallest positive scale, so no stored scale is zero, and none is ever NaN (0x7F).
+Codes of -0 are never made: what rounds to zero is +0.
+
+Both paths, `fake_quantize` and `pack`, share `_round_in_steps`, and a decoder multiplies in the order
+above, so decode(pack(w)) == fake_quantize(w) bit for bit in FP32, on CPU and GPU alike.
+
+Shapes: O rows, I columns, N = O * I / 16 blocks. Imports torch alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+FOUR_OVER_SIX_SCALE_MAX = 256.0
+MIN_BLOCK_SCALE = 2.0**-9  # smallest positive E4M3
+MIN_GLOBAL_AMAX = 2.0**-100  # keeps every product of scales a normal FP32 number
+
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BITS = 0x7F800000
+_ONE_BITS = 0x3F800000
+_ROUNDER_BITS = (22 << 23) | (1 << 22)  # adds 22 to an FP32 exponent and sets its first fraction bit
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """What ships. codes uint8 [..., I/2], even column in the low nibble; block_scale float8_e4m3fn
+    [..., I/16]; global_scale FP32 scalar."""
+
+    codes: Tensor
+    block_scale: Tensor
+    global_scale: Tensor
+
+
+def block_amax(tensor: Tensor) -> Tensor:
+    """Largest magnitude of each block: [..., I] of any floating type -> FP32 [..., I/16]."""
+    amax = _blocks(tensor.detach()).abs().amax(-1).float()
+    return amax.view(*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
+
+
+def global_scale(global_amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+    """FP32 scalar by which the block scales are multiplied (`weight_scale_2` of a checkpoint)."""
+    return _safe_global_amax(global_amax) / (E2M1_MAX * scale_max)
+
+
+def block_scale(amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+    """E4M3 scale of each block (`weight_scale` of a checkpoint), in the shape of `amax`.
+
+    amax * scale_max is formed first: it is exact for BF16 weights, so that ties round as they should.
+    A block larger than global_amax saturates at 448; a dynamic scale never meets that case.
+    """
+    scale = (amax.float() * scale_max) / _safe_global_amax(global_amax)
+    return scale.clamp_(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def fake_quantize(
+    tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX
+) -> Tensor:
+    """Values that the packed bytes of `tensor` decode to.
+
+    Args:
+        tensor: [..., I], any floating type.
+        amax: block amax of calibration, or of `tensor` itself; FP32 with N elements in any shape.
+        global_amax: FP32 scalar.
+
+    Returns:
+        FP32, in the shape of `tensor`.
+    """
+    step = block_scale(amax, global_amax, scale_max).float().mul_(global_scale(global_amax, scale_max))
+    return _round_in_steps(tensor, step).mul_(step.view(-1, 1)).view(tensor.shape)
+
+
+def fake_quantize_dynamic(tensor: Tensor) -> Tensor:
+    """As `fake_quantize`, with block amax and global amax taken from `tensor` itself."""
+    amax = block_amax(tensor)
+    return fake_quantize(tensor, amax, amax.amax())
+
+
+def pack(tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) -> PackedTensor:
+    """Stored form of `tensor`; arguments as for `fake_quantize`."""
+    scale = block_scale(amax, global_amax, scale_max)
+    outer = global_scale(global_amax, scale_max)
+    values = _round_in_steps(tensor, scale.float().mul_(outer))
+    codes = encode(values.view(tensor.shape))
+    scales = scale.view(*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
+    return PackedTensor(codes[..., 0::2] | codes[..., 1::2] << 4, scales, outer.reshape(()))
+
+
+def decode(packed: PackedTensor) -> Tensor:
+    """FP32 [..., I] values of a packed tensor."""
+    codes = torch.stack((packed.codes & 0xF, packed.codes >> 4), dim=-1).flatten(-2)
+    table = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
+    values = torch.cat((table, -table))[codes.long()]
+    step = packed.block_scale.float() * packed.global_scale
+    return (_blocks(values) * step.reshape(-1, 1)).view(codes.shape)
+
+
+def encode(values: Tensor) -> Tensor:
+    """uint8 code of each E2M1 value: sign in bit 3, magnitude's index in bits 0..2."""
+    boundaries = torch.tensor(_E2M1_MAGNITUDES[1:], device=values.device)
+    index = torch.bucketize(values.abs(), boundaries, right=True)
+    return (index + 8 * (values < 0)).to(torch.uint8)
+
+
+def four_over_six_amax(tensor: Tensor, global_amax: Tensor) -> Tensor:
+    """Block amax with the four-over-six choice folded in: FP32 [..., I/16].
+
+    Each block tries its largest element at 6 and at 4 (its amax enlarged by 1.5), both with their scale
+    rounded to E4M3, and keeps the one with the lower sum of squared errors; equal errors keep 6
+    (Cook et al., "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling").
+    """
+    amax_at_6 = block_amax(tensor)
+    amax_at_4 = amax_at_6 * 1.5
+    errors = [_block_errors(tensor, amax, global_amax) for amax in (amax_at_6, amax_at_4)]
+    return torch.where(errors[1] < errors[0], amax_at_4, amax_at_6)
+
+
+def _block_errors(tensor: Tensor, amax: Tensor, global_amax: Tensor) -> Tensor:
+    error = fake_quantize(tensor, amax, global_amax, FOUR_OVER_SIX_SCALE_MAX).sub_(tensor.float())
+    return _blocks(error.square_()).sum(-1).view(amax.shape)
+
+
+def _safe_global_amax(global_amax: Tensor) -> Tensor:
+    return global_amax.float().clamp(min=MIN_GLOBAL_AMAX)
+
+
+def _blocks(tensor: Tensor) -> Tensor:
+    if tensor.shape[-1] % BLOCK_SIZE:
+        raise ValueError(f"NVFP4 needs a last dimension in multiples of {BLOCK_SIZE}, not {tensor.shape[-1]}")
+    return tensor.reshape(-1, BLOCK_SIZE)
+
+
+def _round_in_steps(tensor: Tensor, step_N: Tensor) -> Tensor:
+    """E2M1 values of `tensor` in units of its blocks' steps: new FP32 [N, 16], round to nearest even.
+
+    E2M1 has one fraction bit from 1 up and the fixed step 0.5 below. Adding and subtracting
+    1.5 * 2^22 * 2^e, where 2^e = max(1, binade of |q|), rounds q to a multiple of 2^e / 2 by the FP32
+    adder itself, ties to even: seven passes over the data and no comparison with the eight values.
+    """
+    q = _blocks(tensor.detach()).float() / step_N.view(-1, 1)
+    q.clamp_(-E2M1_MAX, E2M1_MAX)
+    binade = q.view(torch.int32).bitwise_and(_EXPONENT_BITS)
+    rounder = binade.clamp_(min=_ONE_BITS).add_(_ROUNDER_BITS).view(torch.float32)
+    return q.add_(rounder).sub_(rounder)

@@ -1,0 +1,267 @@
+"""What a recipe does to a model: the format of each linear, ModelOpt's rules, and the coverage to expect.
+
+A part of the model (routed experts, Mamba projections, ...) has one format. `formats` lists every
+quantisable linear by name with its part and format; it is what ModelOpt's rules must reproduce, what the
+coverage check compares with, and what the exported checkpoint says. Rules are globs over module names
+below the model itself, so no wrapper's prefix can make one miss: callers pass the bare model.
+
+Nothing here imports Megatron or ModelOpt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nemo_qad.errors import ConfigError
+from nemo_qad.huggingface.names import linear_names
+from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
+from nemo_qad.schema import (
+    Format,
+    KvFormat,
+    ModelConfig,
+    QadScales,
+    RecipeConfig,
+    ScaleSearch,
+    WeightScales,
+)
+
+# Part -> the layer type that holds it, its linears, and whether they are one set an expert.
+_PART_GLOBS: dict[str, tuple[str, ...]] = {
+    "routed_experts": (
+        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1",
+        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2",
+    ),
+    "shared_experts": (
+        "decoder.layers.*.mlp.shared_experts.linear_fc1",
+        "decoder.layers.*.mlp.shared_experts.linear_fc2",
+    ),
+    "mamba": ("decoder.layers.*.mixer.in_proj", "decoder.layers.*.mixer.out_proj"),
+    "dense_mlp": ("decoder.layers.*.mlp.linear_fc1", "decoder.layers.*.mlp.linear_fc2"),
+    "attention": (
+        "decoder.layers.*.self_attention.linear_qkv",
+        "decoder.layers.*.self_attention.linear_proj",
+    ),
+    "output_layer": ("output_layer",),
+}
+_KV_QUANTIZERS = (
+    "decoder.layers.*.self_attention.core_attention.k_bmm_quantizer",
+    "decoder.layers.*.self_attention.core_attention.v_bmm_quantizer",
+)
+KV_PART = "kv_cache"
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    part: str
+    format: Format
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A row of the coverage: how many quantizers of `kind` (weights, activations, kv) a part must have."""
+
+    part: str
+    format: str
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`quant_cfg` and `algorithm` in ModelOpt's schema, and the coverage they must give."""
+
+    quant_cfg: list[dict[str, Any]]
+    algorithm: str | dict[str, Any]
+    expected: tuple[Expected, ...]
+
+
+def rules(recipe: RecipeConfig, model: ModelConfig) -> Rules:
+    """Translates a recipe for one model.
+
+    Raises:
+        ConfigError: scales that do not go together, widths that NVFP4 cannot block, a tied output layer
+            that is to be quantised, an extra rule that matches nothing, or a recipe without effect.
+    """
+    check_recipe(recipe, model)
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for part, globs in _PART_GLOBS.items():
+        for glob in globs:
+            entries += _linear_entries(glob, part_format(recipe, part), recipe)
+    for rule in recipe.extra_rules:
+        entries += _linear_entries(rule.modules, Format(rule.format), recipe)
+    if recipe.kv_cache != KvFormat.none:
+        entries += [{"quantizer_name": name, "cfg": _kv_cfg(recipe.kv_cache)} for name in _KV_QUANTIZERS]
+    return Rules(entries, _algorithm(recipe), tuple(expected_coverage(recipe, model)))
+
+
+def formats(recipe: RecipeConfig, model: ModelConfig) -> dict[str, LinearFormat]:
+    """Part and format of every quantisable linear of the model, by Megatron-Core module name."""
+    table: dict[str, LinearFormat] = {}
+    for name in linear_names(model):
+        part = _part_of(name)
+        chosen = part_format(recipe, part)
+        for rule in recipe.extra_rules:
+            if fnmatchcase(name, rule.modules):
+                chosen = Format(rule.format)
+        table[name] = LinearFormat(part, chosen)
+    return table
+
+
+def part_format(recipe: RecipeConfig, part: str) -> Format:
+    """Format that the recipe gives a part; what no part claims (router, MTP block) stays BF16."""
+    return Format(getattr(recipe, part)) if part in _PART_GLOBS else Format.bf16
+
+
+def expected_coverage(recipe: RecipeConfig, model: ModelConfig) -> list[Expected]:
+    """Quantizers by part, format and kind. Parts count by the architecture, extra rules by name."""
+    counts: dict[tuple[str, Format], int] = {}
+    for linear in formats(recipe, model).values():
+        key = (linear.part, linear.format)
+        counts[key] = counts.get(key, 0) + 1
+    if not recipe.extra_rules:
+        _check_counts(counts, model)
+    rows = []
+    for (part, chosen), count in counts.items():
+        if chosen != Format.bf16:
+            rows.append(Expected(part, chosen.value, "weights", count))
+        if chosen == Format.fp8:
+            rows.append(Expected(part, chosen.value, "activations", count))
+    if recipe.kv_cache != KvFormat.none and num_layers(model, "*"):
+        rows.append(Expected(KV_PART, KvFormat(recipe.kv_cache).value, "kv", 2 * num_layers(model, "*")))
+    return rows
+
+
+def part_counts(model: ModelConfig) -> dict[str, int]:
+    """Linears of each part by arithmetic on the layer pattern, independent of the table of names."""
+    moe_layers = num_layers(model, "E")
+    routed = 2 * moe_layers * model.moe.num_experts if moe_layers else 0
+    return {
+        "routed_experts": routed,
+        "shared_experts": 2 * moe_layers,
+        "mamba": 2 * num_layers(model, "M"),
+        "dense_mlp": 2 * num_layers(model, "-"),
+        "attention": 2 * num_layers(model, "*"),
+        "output_layer": 0 if model.tied_output else 1,
+    }
+
+
+def num_layers(model: ModelConfig, kind: str) -> int:
+    """Layers of a kind (M, *, E, -) in the pattern, the MTP block not counted."""
+    return model.hybrid_pattern.count(kind)
+
+
+def check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
+    """Raises ConfigError as `rules` says; torch-free in itself, so that a typo costs no time."""
+    _check_scales(recipe)
+    if model.tied_output and recipe.output_layer != Format.bf16:
+        raise ConfigError(
+            "recipe.output_layer", recipe.output_layer, f"model.name={model.name} ties it to the embedding, "
+            "which stays BF16", "Set recipe.output_layer=bf16"
+        )
+    names = linear_names(model)
+    for index, rule in enumerate(recipe.extra_rules):
+        if not any(fnmatchcase(name, rule.modules) for name in names):
+            raise ConfigError(
+                f"recipe.extra_rules[{index}].modules", rule.modules, "matches no linear of the model",
+                f"Names look like {', '.join(list(names)[:3])}",
+            )
+    _check_widths(recipe, model)
+    quantised = any(linear.format != Format.bf16 for linear in formats(recipe, model).values())
+    if not quantised and recipe.kv_cache == KvFormat.none:
+        raise ConfigError("recipe.name", recipe.name, "quantises nothing in this model", "Choose a format for a part")
+
+
+def _check_scales(recipe: RecipeConfig) -> None:
+    dynamic = recipe.weight_scales == WeightScales.dynamic
+    if dynamic and recipe.scale_search != ScaleSearch.max:
+        raise ConfigError(
+            "recipe.scale_search", recipe.scale_search, "searched scales are lost when they are recomputed "
+            "from the weights", "Set recipe.weight_scales=static, or recipe.scale_search=max"
+        )
+    if dynamic != (recipe.qad_scales == QadScales.dynamic):
+        raise ConfigError(
+            "recipe.qad_scales", recipe.qad_scales, f"does not go with recipe.weight_scales={recipe.weight_scales}: "
+            "QAD keeps static scales and recomputes dynamic ones",
+            f"Set recipe.qad_scales={'dynamic' if dynamic else 'frozen'}",
+        )
+
+
+def _check_widths(recipe: RecipeConfig, model: ModelConfig) -> None:
+    mamba_width = model.mamba.num_heads * model.mamba.head_dim if num_layers(model, "M") else 0
+    attention_width = model.attention.num_heads * model.attention.head_dim if num_layers(model, "*") else 0
+    inputs = {
+        "routed_experts": (("model.moe.ffn_hidden_size", model.moe.ffn_hidden_size),),
+        "shared_experts": (("model.moe.shared_expert_ffn_hidden_size", model.moe.shared_expert_ffn_hidden_size),),
+        "mamba": (("model.mamba.num_heads x head_dim", mamba_width),),
+        "dense_mlp": (("model.ffn_hidden_size", model.ffn_hidden_size),),
+        "attention": (("model.attention.num_heads x head_dim", attention_width),),
+        "output_layer": (),
+    }
+    used = {linear.part for linear in formats(recipe, model).values() if linear.format == Format.nvfp4}
+    for part in used:
+        for field, width in (("model.hidden_size", model.hidden_size), *inputs.get(part, ())):
+            if width % BLOCK_SIZE:
+                raise ConfigError(
+                    field, width, f"NVFP4 blocks of {BLOCK_SIZE} do not divide the input of {part}",
+                    f"Choose a multiple of {BLOCK_SIZE}, or recipe.{part}=fp8",
+                )
+    head_dim = model.attention.head_dim
+    if recipe.kv_cache == KvFormat.nvfp4 and num_layers(model, "*") and head_dim % BLOCK_SIZE:
+        raise ConfigError(
+            "model.attention.head_dim", head_dim, f"NVFP4 blocks of {BLOCK_SIZE} do not divide it",
+            "Set recipe.kv_cache=fp8",
+        )
+
+
+def _check_counts(counts: dict[tuple[str, Format], int], model: ModelConfig) -> None:
+    for part, count in part_counts(model).items():
+        named = sum(n for (name, _), n in counts.items() if name == part)
+        assert named == count, f"{part}: the table of names has {named} linears, the layer pattern {count}"
+
+
+def _part_of(name: str) -> str:
+    for part, globs in _PART_GLOBS.items():
+        if any(fnmatchcase(name, glob) for glob in globs):
+            return part
+    return "other"
+
+
+def _linear_entries(glob: str, chosen: Format, recipe: RecipeConfig) -> list[dict[str, Any]]:
+    weight, inputs = f"{glob}.weight_quantizer", f"{glob}.input_quantizer"
+    if chosen == Format.bf16:
+        return [{"quantizer_name": weight, "enable": False}, {"quantizer_name": inputs, "enable": False}]
+    if chosen == Format.fp8:
+        return [{"quantizer_name": name, "cfg": {"num_bits": (4, 3), "axis": None}} for name in (weight, inputs)]
+    return [
+        {"quantizer_name": weight, "cfg": _nvfp4_weight_cfg(recipe)},
+        {"quantizer_name": inputs, "enable": False},
+    ]
+
+
+def _nvfp4_weight_cfg(recipe: RecipeConfig) -> dict[str, Any]:
+    """Static: amax buffers from calibration. Dynamic: no buffer, block scales and global scale follow the
+    weights at each forward, since a frozen global scale would clip blocks that outgrow it."""
+    blocks: dict[Any, Any] = {-1: BLOCK_SIZE, "type": WeightScales(recipe.weight_scales).value, "scale_bits": (4, 3)}
+    if recipe.scale_search == ScaleSearch.four_over_six:
+        blocks["four_over_six"] = True
+    cfg: dict[str, Any] = {"num_bits": (2, 1), "block_sizes": blocks}
+    if recipe.weight_scales == WeightScales.dynamic:
+        cfg["type"] = "dynamic"
+    return cfg
+
+
+def _kv_cfg(kv_format: KvFormat) -> dict[str, Any]:
+    """NVFP4: block scales from each K and V vector, the global scale from calibration (it is stored)."""
+    if kv_format == KvFormat.fp8:
+        return {"num_bits": (4, 3), "axis": None}
+    return {"num_bits": (2, 1), "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)}}
+
+
+def _algorithm(recipe: RecipeConfig) -> str | dict[str, Any]:
+    """MSE: ModelOpt's sweep over all 126 E4M3 scales of a block. Four-over-six is chosen after `max`, by
+    the arithmetic that training and export use (`calibrate.py`)."""
+    if recipe.scale_search == ScaleSearch.mse:
+        return {"method": "mse", "fp8_scale_sweep": True}
+    return "max"

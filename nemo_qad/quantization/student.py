@@ -1,0 +1,188 @@
+"""The quantised student: its scales as tensors, what each of its linears ships, and deployed weights.
+
+Frozen scales live in ModelOpt's buffers (block amax and global amax of a static NVFP4 weight, amax of FP8
+and of K and V); the E4M3 block scales follow from them by `nvfp4.block_scale`, in training and export
+alike. Dynamic scales have no buffer: they follow from the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_qad.errors import UserError
+from nemo_qad.quantization import fp8, modelopt, nvfp4
+from nemo_qad.quantization.calibrate import check_coverage, check_scales, check_structure, show
+from nemo_qad.quantization.recipes import formats, rules
+from nemo_qad.schema import ModelConfig, RecipeConfig
+
+_AMAX, _GLOBAL_AMAX = "_amax", "_global_amax"
+
+
+def quantizer_state(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers of every enabled quantizer, FP32 on CPU, by full buffer name."""
+    return {
+        f"{name}.{buffer}": value.detach().to("cpu", torch.float32, copy=True)
+        for name, quantizer in modelopt.enabled_quantizers(module)
+        for buffer, value in quantizer.named_buffers(recurse=False)
+    }
+
+
+def restore_quantizers(
+    module: nn.Module, recipe: RecipeConfig, model: ModelConfig, state: dict[str, Tensor]
+) -> None:
+    """Makes a plain model the quantised one whose `quantizer_state` was saved, without calibration.
+
+    Args:
+        module: the bare HybridModel without quantizers; changed in place.
+        state: what `quantizer_state` returned under the same recipe and model.
+
+    Raises:
+        UserError: naming scales that are missing, not asked for, misshapen, zero, NaN or infinite.
+    """
+    plan = rules(recipe, model)
+    table = formats(recipe, model)
+    check_structure(module, table)
+    modelopt.insert_quantizers(module, plan.quant_cfg)
+    check_coverage(module, table, plan.expected, recipe)
+    expected = _expected_shapes(module)
+    _check_names(state, expected)
+    device = next(module.parameters()).device
+    for name, quantizer in modelopt.enabled_quantizers(module):
+        values = {b: state[f"{name}.{b}"].to(device) for b in (_AMAX, _GLOBAL_AMAX) if f"{name}.{b}" in expected}
+        if _GLOBAL_AMAX in values:
+            modelopt.set_static_scales(quantizer, values[_AMAX], values[_GLOBAL_AMAX])
+        elif _AMAX in values:
+            quantizer.amax = values[_AMAX]
+    check_scales(module)
+
+
+def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
+    """Tensors that a quantised linear ships: exactly the values that its forward uses.
+
+    NVFP4: weight uint8 [O, I/2], weight_scale float8_e4m3fn [O, I/16], weight_scale_2 FP32 scalar.
+    FP8: weight float8_e4m3fn [O, I], weight_scale and input_scale FP32 scalars.
+
+    Raises:
+        UserError: the linear is not quantised, or its weight is NaN or infinite.
+    """
+    weight, quantizer = _quantised_weight(module_name, linear)
+    if not torch.isfinite(weight).all():
+        raise UserError(f"{module_name}.weight holds NaN or infinite values and cannot be stored")
+    if modelopt.is_nvfp4(quantizer):
+        packed = nvfp4.pack(weight, *_nvfp4_scales(quantizer, weight))
+        return {
+            "weight": packed.codes,
+            "weight_scale": packed.block_scale,
+            "weight_scale_2": packed.global_scale,
+        }
+    scale = fp8.scale_of(quantizer.amax)
+    return {
+        "weight": fp8.encode(weight, scale),
+        "weight_scale": scale,
+        "input_scale": fp8.scale_of(linear.input_quantizer.amax),  # type: ignore[union-attr, arg-type]
+    }
+
+
+def effective_weight(linear: nn.Module) -> Tensor:
+    """FP32 [O, I]: the fake-quantised weight of a quantised linear, before any cast to the model's dtype."""
+    weight, quantizer = _quantised_weight(type(linear).__name__, linear)
+    if modelopt.is_nvfp4(quantizer):
+        return nvfp4.fake_quantize(weight, *_nvfp4_scales(quantizer, weight))
+    return fp8.fake_quantize(weight, quantizer.amax)
+
+
+def is_quantised(linear: nn.Module) -> bool:
+    """Whether the weight of a module passes through an enabled quantizer."""
+    quantizer = getattr(linear, "weight_quantizer", None)
+    return quantizer is not None and bool(quantizer.is_enabled)
+
+
+def kv_scales(core_attention: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """FP32 scalars k_scale and v_scale of an attention layer, or None where the cache is not quantised.
+
+    FP8: value = e4m3 * scale. NVFP4: value = e2m1 * (block_scale * scale), the block scales being made
+    when the cache is written. Scales are stored as calibrated, with no lower bound of 1.
+    """
+    scales = []
+    for which in ("k_bmm_quantizer", "v_bmm_quantizer"):
+        quantizer = getattr(core_attention, which, None)
+        if quantizer is None or not quantizer.is_enabled:
+            return None
+        to_scale = nvfp4.global_scale if modelopt.is_nvfp4(quantizer) else fp8.scale_of
+        scales.append(to_scale(quantizer.amax).reshape(()))
+    return scales[0], scales[1]
+
+
+@contextmanager
+def deployed_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, what is not quantised has the values that ship: BF16, as export rounds them.
+
+    Every floating parameter but the weights of quantised linears is rounded in place; buffers (the
+    router's expert_bias, quantizer scales) stay FP32, as they ship. Left, each is restored bit for bit.
+    """
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for parameter in _unquantised_parameters(module):
+            if parameter.dtype != torch.bfloat16:
+                saved.append((parameter, parameter.detach().clone()))
+                parameter.data.copy_(parameter.detach().to(torch.bfloat16))
+        yield
+    finally:
+        for parameter, value in saved:
+            parameter.data.copy_(value)
+
+
+def _unquantised_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    seen: set[int] = set()
+    for child in module.modules():
+        quantised = is_quantised(child)
+        for name, parameter in child.named_parameters(recurse=False):
+            if parameter.is_floating_point() and id(parameter) not in seen and not (quantised and name == "weight"):
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _quantised_weight(module_name: str, linear: nn.Module) -> tuple[Tensor, Any]:
+    if not is_quantised(linear):
+        raise UserError(f"{module_name} is not quantised: the recipe keeps it in BF16")
+    return linear.weight.detach(), linear.weight_quantizer  # type: ignore[operator, return-value]
+
+
+def _nvfp4_scales(quantizer: Any, weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Block amax, global amax and largest block scale with which the forward quantises the weight."""
+    if quantizer.is_nvfp4_static:
+        return quantizer.amax, quantizer.global_amax, modelopt.scale_max(quantizer)
+    amax = nvfp4.block_amax(weight)
+    return amax, amax.amax(), modelopt.scale_max(quantizer)
+
+
+def _expected_shapes(module: nn.Module) -> dict[str, int]:
+    """Elements of each buffer that the enabled quantizers of a module must have."""
+    expected: dict[str, int] = {}
+    for name, quantizer in modelopt.enabled_quantizers(module):
+        if quantizer.is_nvfp4_static:
+            weight = module.get_submodule(name.rpartition(".")[0]).weight
+            expected[f"{name}.{_AMAX}"] = weight.numel() // nvfp4.BLOCK_SIZE
+            expected[f"{name}.{_GLOBAL_AMAX}"] = 1
+        elif not (quantizer.is_nvfp4_dynamic and name.endswith("weight_quantizer")):
+            expected[f"{name}.{_AMAX}"] = 1
+    return expected
+
+
+def _check_names(state: dict[str, Tensor], expected: dict[str, int]) -> None:
+    missing = [name for name in expected if name not in state]
+    extra = [name for name in state if name not in expected]
+    misshapen = [
+        f"{name} ({state[name].numel()} values, not {count})"
+        for name, count in expected.items()
+        if name in state and state[name].numel() != count
+    ]
+    for problem, names in (("lack", missing), ("hold, against the recipe,", extra), ("misshape", misshapen)):
+        if names:
+            raise UserError(f"The saved quantizer scales {problem} {show(names)}. They belong to another recipe "
+                            "or model, or are damaged: run the ptq stage again")

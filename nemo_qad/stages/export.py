@@ -1,0 +1,48 @@
+"""Stage export: the Hugging Face checkpoint that engines load, decoded again and compared bit for bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_qad.checkpoint.folder import require_space
+from nemo_qad.huggingface.export import expected_weights, export_student
+from nemo_qad.huggingface.verify import verify_folder
+from nemo_qad.quantization.student import deployed_weights
+from nemo_qad.schema import Stage
+from nemo_qad.stages import qad
+from nemo_qad.stages.session import Session, peak_gib
+
+
+def folder(session: Session) -> Path:
+    return session.folder.path / "export"
+
+
+def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
+    """Exports the QAD student, or the PTQ student where there was no QAD.
+
+    Raises:
+        UserError: a decoded weight differs from the trained one; the tensor is named.
+    """
+    started = time.monotonic()
+    run, target = session.run, folder(session)
+    student = qad.load_student(session, distilled=session.folder.result(Stage.qad) is not None)
+    require_space(target, sum(2 * p.numel() for p in student.parameters()), "the export")
+    with deployed_weights(student):
+        facts = export_student(
+            student, target, run.model, run.recipe, session.data.tokenizer_folder, run.export.max_shard_gb
+        )
+        verified = verify_folder(target, expected_weights(student, run.model))
+    assert session.teacher_folder is not None
+    bf16 = sum(f.stat().st_size for f in session.teacher_folder.glob("*.safetensors"))
+    session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
+    result = {
+        **facts,
+        "verified_tensors": verified["num_tensors"],
+        "bytes_bf16": bf16,
+        "folder": str(target),
+        "seconds": time.monotonic() - started,
+        "peak_gib": peak_gib(),
+    }
+    return result, [path for path in target.rglob("*") if path.is_file()]

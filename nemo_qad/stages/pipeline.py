@@ -1,0 +1,146 @@
+"""One run from its configuration to its report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_qad.checkpoint.folder import write_json
+from nemo_qad.config import config_hash
+from nemo_qad.errors import ConfigError, UserError
+from nemo_qad.evaluation.console import final_table, say
+from nemo_qad.evaluation.plots import write_plots
+from nemo_qad.evaluation.report import write_report
+from nemo_qad.evaluation.results import read_results
+from nemo_qad.runtime import process_groups
+from nemo_qad.schema import RunConfig, Stage
+from nemo_qad.stages import evaluate, export, ptq, qad, teacher
+from nemo_qad.stages.folder import RunFolder
+from nemo_qad.stages.session import Session
+
+# A stage is made anew when what it was made from has changed.
+NEEDS: dict[Stage, list[Stage]] = {
+    Stage.ptq: [],
+    Stage.qad: [Stage.ptq],
+    Stage.evaluate: [Stage.ptq, Stage.qad],
+    Stage.export: [Stage.ptq, Stage.qad],
+}
+OPTIONAL = {Stage.qad}  # without QAD, evaluate and export take the PTQ student
+PACKAGES = ("torch", "megatron-core", "nvidia-modelopt", "hydra-core", "omegaconf", "transformers",
+            "tokenizers", "safetensors", "numpy")  # fmt: skip
+
+Runner = Callable[[Session], tuple[dict[str, Any], list[Path]]]
+RUNNERS: dict[Stage, Runner] = {
+    Stage.ptq: ptq.run,
+    Stage.qad: qad.run,
+    Stage.evaluate: lambda session: (evaluate.run(session), []),
+    Stage.export: export.run,
+}
+
+
+def run_dir(run: RunConfig) -> Path:
+    """`run_dir`, or OUTPUT_DIR/MODEL-RECIPE-HASH, which no other configuration shares."""
+    name = f"{run.model.name}-{run.recipe.name}-{config_hash(run)}"
+    return Path(run.run_dir) if run.run_dir else Path(run.output_dir) / name
+
+
+def run(run: RunConfig) -> dict[str, Any]:
+    """Runs the configured stages and returns the summary that a sweep's table shows.
+
+    Raises:
+        UserError: with what to do about it; finished stages stay finished.
+    """
+    _refuse_unsupported(run)
+    folder = RunFolder(run_dir(run), run)
+    try:
+        write_json(folder.path / "environment.json", _environment())
+        with process_groups(run.parallel, seed=run.seed, threads=run.threads):
+            torch.use_deterministic_algorithms(run.deterministic)
+            session = Session(run, folder, say)
+            _run_teacher(session)
+            for stage in RUNNERS:
+                if stage in run.stages:
+                    _run_stage(session, stage)
+        if Stage.report in run.stages:
+            _report(folder)
+        return read_results(folder.path).summary()
+    finally:
+        folder.close()
+
+
+def _refuse_unsupported(run: RunConfig) -> None:
+    ranks = run.parallel.nodes * run.parallel.ranks_per_node
+    if ranks > 1:
+        raise ConfigError(
+            "parallel", run.parallel.name, f"asks for {ranks} ranks; runs on more than one rank are not supported yet",
+            "Use parallel=single",
+        )  # fmt: skip
+    if run.teacher.path is None and run.model.name != "tiny_hybrid" and run.model.hidden_size > 1024:
+        raise ConfigError(
+            "teacher.path", None, f"model={run.model.name} is too large to train from scratch",
+            "Give the folder of its BF16 Hugging Face checkpoint: teacher.path=FOLDER",
+        )  # fmt: skip
+
+
+def _environment() -> dict[str, Any]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "cores": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def _run_teacher(session: Session) -> None:
+    """Always first: every later stage compares with the teacher or starts from it."""
+    before = session.folder.result(Stage.teacher)
+    result = teacher.run(session)
+    if before is None:
+        session.folder.finish(Stage.teacher, result, {}, [])
+    elif before["digest"] != result["digest"]:
+        raise UserError(
+            f"teacher: {result['path']} has other weights than when {session.folder.path} was started. "
+            "Choose another run_dir, or bring the first teacher back"
+        )
+
+
+def _run_stage(session: Session, stage: Stage) -> None:
+    folder = session.folder
+    inputs = {}
+    for need in NEEDS[stage]:
+        result = folder.result(need)
+        if result is None and need not in OPTIONAL:
+            raise UserError(
+                f"stage {stage.value} needs stage {need.value}, which is not finished in {folder.path}. "
+                f"Add it: stages=[{need.value},{stage.value}]"
+            )
+        folder.check_files(need)
+        inputs[need.value] = (result or {}).get("files")
+    known = folder.result(stage)
+    if known is not None and known["inputs"] == inputs:
+        folder.check_files(stage)
+        session.say(f"{stage.value}: finished before, skipped")
+        return
+    if known is not None:
+        session.say(f"{stage.value}: made from other weights than those now in {folder.path}; runs again")
+    result, files = RUNNERS[stage](session)
+    folder.finish(stage, result, inputs, files)
+
+
+def _report(folder: RunFolder) -> None:
+    write_plots(folder.path)
+    write_report(folder.path)
+    final_table(folder.path)

@@ -1,0 +1,174 @@
+"""Stage qad: the student learns from its frozen teacher; the best held-out KL is kept."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_qad.checkpoint.steps import load_newest, save_step
+from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensors
+from nemo_qad.data.datasets import training_batches
+from nemo_qad.distillation.step import distillation_loss
+from nemo_qad.errors import UserError
+from nemo_qad.evaluation.console import progress
+from nemo_qad.quantization.student import deployed_weights
+from nemo_qad.schema import Keep, Stage
+from nemo_qad.stages import ptq
+from nemo_qad.stages.session import Session, peak_gib, student_tensors
+from nemo_qad.training.interrupt import Interrupted, deferred_stop
+from nemo_qad.training.metrics import MetricsLog
+from nemo_qad.training.optimizer import qad_settings
+from nemo_qad.training.trainer import Batch, Trainer
+
+
+@dataclass
+class Best:
+    """The lowest held-out KL so far, in nats per token: whose weights, at which step."""
+
+    kl: float = float("inf")
+    step: int = -1
+    kind: str = "none"
+
+
+def student_folder(session: Session) -> Path:
+    """Where the weights stand that QAD hands on."""
+    return session.folder.path / "qad" / "student"
+
+
+def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
+    """Returns the stage's result and the files that it wrote."""
+    return Distillation(session).run()
+
+
+class Distillation:
+    """One QAD run: resumes from its newest checkpoint, validates, keeps the best."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.config = session.run.qad
+        self.root = session.folder.path / "qad"
+        self.best = Best()
+        self.last_kl = float("nan")
+        self.student = session.load_student(load_tensors(ptq.folder(session))[0])
+        self.trainer = Trainer(
+            self.student,
+            qad_settings(self.config),
+            distillation_loss(
+                session.teacher, vocab_size=session.run.model.vocab_size, temperature=self.config.temperature
+            ),
+            precision=session.run.model.precision,
+            average_decay=self.config.average_decay,
+        )
+
+    def run(self) -> tuple[dict[str, Any], list[Path]]:
+        started = time.monotonic()
+        found = load_newest(self.root / "checkpoints", self.session.say)
+        if found:
+            self.trainer.load_state(found[0], found[1]["step"])
+            self.best = Best(**found[1]["best"])
+            self.last_kl = found[1]["last_kl"]
+            self.session.say(f"qad: continues after step {self.trainer.step}")
+        log = MetricsLog(self.session.folder.path, "qad", start_step=self.trainer.step)
+        try:
+            if not found:
+                self._validate(log)
+            self._loop(log)
+        finally:
+            log.close()
+        return self._hand_on(time.monotonic() - started)
+
+    def _batches(self) -> Iterator[Batch]:
+        config = self.config
+        return training_batches(
+            self.session.data,
+            sequence_length=config.sequence_length,
+            micro_batch_size=config.micro_batch_size,
+            num_samples=config.steps * config.global_batch_size,
+            seed=self.session.run.seed,
+            start_sample=self.trainer.step * config.global_batch_size,
+        )
+
+    def _loop(self, log: MetricsLog) -> None:
+        config, trainer = self.config, self.trainer
+        batches, num_micro = self._batches(), config.global_batch_size // config.micro_batch_size
+        with deferred_stop() as stop, progress("qad", config.steps, trainer.step) as bar:
+            while trainer.step < config.steps:
+                started = time.monotonic()
+                result = trainer.train_step(list(itertools.islice(batches, num_micro)))
+                log.write(
+                    trainer.step, kl=result.loss, grad_norm=result.grad_norm,
+                    learning_rate=result.learning_rate,
+                    tokens_per_second=result.num_tokens / (time.monotonic() - started),
+                )  # fmt: skip
+                if trainer.step % config.validate_every == 0 or trainer.step == config.steps:
+                    self._validate(log)
+                bar.advance(tokens=result.num_tokens, kl=result.loss, held_out_kl=self.last_kl)
+                if stop.requested or trainer.step % config.save_every == 0 or trainer.step == config.steps:
+                    self._save()
+                if stop.requested and trainer.step < config.steps:
+                    raise Interrupted(trainer.step)
+
+    def _save(self) -> None:
+        meta = {"best": vars(self.best), "last_kl": self.last_kl}
+        save_step(self.root / "checkpoints", self.trainer.step, self.trainer.state(), meta)
+
+    def _validate(self, log: MetricsLog) -> None:
+        """Held-out KL of the student and, if there is one, of its average; the better of all is stored."""
+        measured = self.session.validate(self.student)
+        values = {"held_out_kl": measured.kl, "held_out_perplexity": measured.perplexity}
+        self.last_kl = measured.kl
+        self._consider(measured.kl, "student")
+        if self.trainer.average and self.trainer.step:
+            with self.trainer.averaged():
+                average = self.session.validate(self.student)
+                self._consider(average.kl, "average")
+            values["average_held_out_kl"] = average.kl
+        log.write(self.trainer.step, **values)
+
+    def _consider(self, kl: float, kind: str) -> None:
+        """Stores the weights now in the student as the best, if they are."""
+        if kl != kl:
+            raise UserError(f"qad step {self.trainer.step}: the held-out KL is NaN; lower qad.learning_rate")
+        if kl < self.best.kl:
+            self.best = Best(kl, self.trainer.step, kind)
+            self._store(self.root / "best")
+
+    def _store(self, folder: Path) -> None:
+        with deployed_weights(self.student):
+            save_tensors(folder, student_tensors(self.student), vars(self.best))
+
+    def _hand_on(self, seconds: float) -> tuple[dict[str, Any], list[Path]]:
+        target, step = student_folder(self.session), self.trainer.step
+        if self.config.keep is Keep.best:
+            tensors, meta = load_tensors(self.root / "best")
+            kept, kl = {"student": "best"}.get(meta["kind"], meta["kind"]), meta["kl"]
+            save_tensors(target, tensors, meta)
+            step = meta["step"]
+        else:
+            kept, kl = "last", self.last_kl
+            self._store(target)
+        ptq_result = self.session.folder.result(Stage.ptq) or {}
+        result = {
+            "seconds": seconds,
+            "steps": self.trainer.step,
+            "tokens": self.trainer.step * self.config.global_batch_size * self.config.sequence_length,
+            "kept": kept,
+            "kept_step": step,
+            "held_out_kl_ptq": ptq_result.get("held_out_kl"),
+            "held_out_kl": kl,
+            "peak_gib": peak_gib(),
+        }
+        self.session.say(f"qad: held-out KL {kl:.5f} nats per token, {kept} weights of step {step}")
+        return result, [target / TENSORS, target / META]
+
+
+def load_student(session: Session, *, distilled: bool) -> torch.nn.Module:
+    """The student after PTQ, or after QAD."""
+    folder = student_folder(session) if distilled else ptq.folder(session)
+    return session.load_student(load_tensors(folder)[0])

@@ -1,0 +1,156 @@
+"""What the stages of one run share: the data, the teacher, students, held-out batches. Built on first use."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_qad.checkpoint.folder import disk_errors
+from nemo_qad.data.datasets import held_out_batches, training_batches
+from nemo_qad.data.prepare import PreparedData, prepare
+from nemo_qad.evaluation.metrics import HeldOut, LogitsFn, held_out
+from nemo_qad.huggingface.load import load_weights
+from nemo_qad.models.build import build_model, logits_fn
+from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
+from nemo_qad.schema import RunConfig
+from nemo_qad.stages.folder import RunFolder
+from nemo_qad.training.trainer import Batch
+
+
+def peak_gib() -> float:
+    """Peak resident memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextmanager
+def cache_lock(cache: Path) -> Iterator[None]:
+    """One builder at a time in the shared cache: a sweep's jobs wait instead of building twice."""
+    with disk_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class Session:
+    """One run in progress. `say` prints one line for a person."""
+
+    def __init__(self, run: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self.run = run
+        self.folder = folder
+        self.say = say
+        self.cache = Path(run.cache_dir or Path(run.output_dir) / "cache")
+        self.teacher_folder: Path | None = None  # set by the teacher stage, which every other stage needs
+
+    @cached_property
+    def data(self) -> PreparedData:
+        with cache_lock(self.cache):
+            return prepare(self.run.data, self.run.model.vocab_size, self.cache, self.say)
+
+    @property
+    def sequence_length(self) -> int:
+        """The longest sequence that any stage of this run feeds to a model."""
+        run = self.run
+        lengths = [run.qad.sequence_length, run.calibration.sequence_length, run.evaluation.sequence_length]
+        return max(lengths if run.teacher.path else [*lengths, run.teacher.sequence_length])
+
+    def build(self, *, balance_experts: bool = False) -> torch.nn.Module:
+        """A fresh model. Only the teacher's training balances its experts: in distillation an auxiliary
+        loss or a moving expert bias would pull the student away from the teacher's routing."""
+        model = self.run.model
+        if not balance_experts:
+            still = dataclasses.replace(model.moe, aux_loss_coeff=0.0, bias_update_rate=0.0)
+            model = dataclasses.replace(model, moe=still)
+        module = build_model(model, self.run.parallel, sequence_length=self.sequence_length)
+        if not balance_experts:
+            for part in module.modules():
+                if hasattr(part, "expert_bias"):
+                    part.frozen_expert_bias = True
+        return module
+
+    def load_teacher(self) -> torch.nn.Module:
+        """A model with the teacher's weights, to be frozen or quantised."""
+        assert self.teacher_folder is not None, "the teacher stage runs first"
+        module = self.build()
+        load_weights(module, self.teacher_folder, self.run.model)
+        return module
+
+    @cached_property
+    def teacher(self) -> torch.nn.Module:
+        return self.load_teacher().eval().requires_grad_(False)
+
+    def load_student(self, tensors: dict[str, Tensor]) -> torch.nn.Module:
+        """The inverse of `student_tensors`."""
+        module = self.build()
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                kind, _, rest = name.partition(".")
+                if kind == "main":
+                    parameters[rest].copy_(tensor)
+                elif kind == "buffer":
+                    buffers[rest].copy_(tensor)
+        prefix = "quantizer."
+        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        restore_quantizers(module, self.run.recipe, self.run.model, state)
+        return module
+
+    @cached_property
+    def _held_out(self) -> tuple[list[Batch], list[Batch]]:
+        """Validation chooses weights, evaluation judges them: never the same text."""
+        run, size = self.run, self.run.evaluation.micro_batch_size
+        num_validation = -(-run.qad.validation_samples // size) * size
+        batches = held_out_batches(
+            self.data,
+            sequence_length=run.evaluation.sequence_length,
+            micro_batch_size=size,
+            num_samples=num_validation + run.evaluation.held_out_samples,
+        )
+        return batches[: num_validation // size], batches[num_validation // size :]
+
+    @property
+    def validation_batches(self) -> list[Batch]:
+        return self._held_out[0]
+
+    @property
+    def evaluation_batches(self) -> list[Batch]:
+        return self._held_out[1]
+
+    def logits(self, module: torch.nn.Module) -> LogitsFn:
+        return logits_fn(module, self.run.model.vocab_size)
+
+    @cached_property
+    def _teacher_validation_logits(self) -> list[Tensor]:
+        teacher = self.logits(self.teacher)
+        return [teacher(batch["tokens"]) for batch in self.validation_batches]
+
+    def validate(self, student: torch.nn.Module) -> HeldOut:
+        """Held-out KL and perplexity of the weights that would ship: unquantised ones rounded to BF16."""
+        remembered = iter(self._teacher_validation_logits)
+        with deployed_weights(student):
+            return held_out(self.logits(student), lambda _: next(remembered), self.validation_batches)
+
+    def calibration_batches(self) -> Iterator[Batch]:
+        calibration = self.run.calibration
+        return training_batches(
+            self.data,
+            sequence_length=calibration.sequence_length,
+            micro_batch_size=calibration.micro_batch_size,
+            num_samples=calibration.num_samples,
+            seed=self.run.seed + 1,  # other samples first than those that QAD starts with
+        )
+
+
+def student_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Weights, expert biases and quantizer scales of a student, as `Session.load_student` takes them."""
+    tensors = {f"main.{name}": p.detach() for name, p in module.named_parameters()}
+    tensors |= {f"buffer.{n}": b for n, b in module.named_buffers() if n.endswith("expert_bias")}
+    return tensors | {f"quantizer.{n}": t for n, t in quantizer_state(module).items()}

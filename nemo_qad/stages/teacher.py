@@ -1,0 +1,144 @@
+"""Stage teacher: the BF16 model, read from a folder or trained from scratch once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_qad.checkpoint.folder import read_json, require_space, write_json
+from nemo_qad.checkpoint.steps import load_newest, save_step
+from nemo_qad.config import to_plain
+from nemo_qad.data.datasets import training_batches, unigram_loss
+from nemo_qad.errors import UserError
+from nemo_qad.evaluation.console import progress
+from nemo_qad.evaluation.metrics import held_out
+from nemo_qad.huggingface.load import weights_digest
+from nemo_qad.huggingface.save import save_bf16
+from nemo_qad.stages.session import Session, cache_lock, peak_gib
+from nemo_qad.training.interrupt import Interrupted, deferred_stop
+from nemo_qad.training.language_model import language_model_loss
+from nemo_qad.training.optimizer import teacher_settings
+from nemo_qad.training.trainer import Batch, Trainer
+
+# Raised when training changes in a way that the configuration does not show.
+TRAINING_VERSION = 1
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Finds or makes the teacher and sets `session.teacher_folder`."""
+    started = time.monotonic()
+    path = session.run.teacher.path
+    if path is not None:
+        folder, facts = Path(path), {"reused": True}
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"teacher.path={path}: no config.json there. Give the folder of a Hugging Face checkpoint "
+                "of this model, or leave teacher.path out to train the embedded teacher"
+            )
+    else:
+        folder, facts = _cached(session)
+    session.teacher_folder = folder
+    _ = session.teacher  # reads and checks every tensor now, before anything is spent on it
+    return {
+        **facts,
+        "path": str(folder),
+        "digest": weights_digest(folder),
+        "seconds": time.monotonic() - started,
+        "peak_gib": peak_gib(),
+    }
+
+
+def _key(session: Session) -> str:
+    run = session.run
+    made_of = {
+        "model": to_plain(run.model), "teacher": to_plain(run.teacher), "data": session.data.digest,
+        "version": TRAINING_VERSION,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _cached(session: Session) -> tuple[Path, dict[str, Any]]:
+    _ = session.data  # takes the lock by itself
+    root = session.cache / f"teacher-{_key(session)}"
+    facts = root / "training.json"
+    with cache_lock(session.cache):
+        if facts.exists():
+            known = read_json(facts)
+            if weights_digest(root / "model") != known["digest"]:
+                raise UserError(f"{root}: the cached teacher has changed. Delete the folder to train it again")
+            session.say(f"teacher: reused from {root}")
+            return root / "model", {**known, "reused": True}
+        result = _train(session, root)
+        write_json(facts, result)
+        return root / "model", {**result, "reused": False}
+
+
+def _micro_batches(session: Session, start: int) -> Iterator[Batch]:
+    teacher = session.run.teacher
+    return training_batches(
+        session.data,
+        sequence_length=teacher.sequence_length,
+        micro_batch_size=teacher.global_batch_size,
+        num_samples=teacher.steps * teacher.global_batch_size,
+        seed=teacher.seed,
+        start_sample=start * teacher.global_batch_size,
+    )
+
+
+def _train(session: Session, root: Path) -> dict[str, Any]:
+    config, vocab_size = session.run.teacher, session.run.model.vocab_size
+    module = session.build(balance_experts=True)
+    num_parameters = sum(p.numel() for p in module.parameters())
+    require_space(root, 40 * num_parameters, "the teacher with its checkpoints")
+    trainer = Trainer(
+        module,
+        teacher_settings(config),
+        language_model_loss(vocab_size=vocab_size),
+        precision=session.run.model.precision,
+    )
+    found = load_newest(root / "checkpoints", session.say)
+    if found:
+        trainer.load_state(found[0], found[1]["step"])
+        session.say(f"teacher: continues after step {trainer.step}")
+    _loop(session, trainer, root)
+    save_bf16(module, root / "model", session.run.model, session.data.tokenizer_folder, 5.0)
+    return _judge(session, root, num_parameters)
+
+
+def _loop(session: Session, trainer: Trainer, root: Path) -> None:
+    config = session.run.teacher
+    tokens = config.global_batch_size * config.sequence_length
+    batches = _micro_batches(session, trainer.step)
+    with deferred_stop() as stop, progress("teacher", config.steps, trainer.step) as bar:
+        while trainer.step < config.steps:
+            result = trainer.train_step(list(itertools.islice(batches, 1)))
+            bar.advance(tokens=tokens, loss=result.loss)
+            if stop.requested or trainer.step % 200 == 0:
+                save_step(root / "checkpoints", trainer.step, trainer.state(), {})
+            if stop.requested:
+                raise Interrupted(trainer.step)
+
+
+def _judge(session: Session, root: Path, num_parameters: int) -> dict[str, Any]:
+    """Held-out loss of the BF16 weights as written, against the unigram model's."""
+    session.teacher_folder = root / "model"
+    measured = held_out(session.logits(session.teacher), None, session.evaluation_batches)
+    unigram = unigram_loss(session.data)
+    session.say(f"teacher: held-out loss {measured.loss:.3f} nats, a unigram model has {unigram:.3f}")
+    if measured.loss > 0.9 * unigram:
+        raise UserError(
+            f"teacher.steps={session.run.teacher.steps}: held-out loss {measured.loss:.3f} is not clearly below "
+            f"the unigram model's {unigram:.3f}. Train for more steps or with another teacher.learning_rate"
+        )
+    return {
+        "held_out_loss": measured.loss,
+        "held_out_accuracy": measured.accuracy,
+        "unigram_loss": unigram,
+        "num_parameters": num_parameters,
+        "digest": weights_digest(root / "model"),
+    }

@@ -1,0 +1,268 @@
+"""Values that have the right type and still cannot work: refused before anything is built.
+
+Each check names the field, its value and the remedy. Paths are looked at by `check_inputs` alone, so that
+a frozen configuration can be read on a machine that does not have them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_qad.errors import ConfigError
+from nemo_qad.schema import (
+    Format,
+    KvFormat,
+    ModelConfig,
+    ParallelConfig,
+    QadScales,
+    RecipeConfig,
+    RunConfig,
+    ScaleSearch,
+    Source,
+    Stage,
+    WeightScales,
+)
+from nemo_qad.sharding import check_batches, check_sharding
+
+BLOCK = 16  # values that share an NVFP4 block scale
+LAYERS = "M*E-"
+MIN_TOKENIZER = 512  # byte-level BPE: 256 bytes, specials, and room for merges
+MAY_BE_ZERO = {
+    "seed",
+    "data.seed",
+    "teacher.seed",
+    "threads",
+    "model.mtp_num_layers",
+    "qad.warmup_steps",
+    "teacher.warmup_steps",
+}
+MUST_BE_POSITIVE = {"qad.temperature", "qad.adam_eps", "model.layernorm_epsilon", "model.init_std"}
+MUST_BE_POSITIVE |= {"qad.learning_rate", "teacher.learning_rate", "export.max_shard_gb"}
+MUST_BE_POSITIVE |= {"model.moe.routed_scaling_factor"}
+MAX_SEED = 2**31 - 1
+
+
+def validate(run: RunConfig) -> None:
+    """Raises ConfigError for the first value that cannot work."""
+    _check_numbers(run, "")
+    _check_names(run)
+    _check_fractions(run)
+    _check_model(run.model, run.data.source)
+    _check_recipe(run.recipe, run.model)
+    _check_block_sizes(run.recipe, run.model, run.parallel)
+    _check_schedules(run)
+    _check_lengths(run)
+    check_sharding(run.model, run.parallel)
+    check_batches(run)
+    _check_stages(run)
+    if run.data.source is Source.indexed and not run.data.path:
+        raise ConfigError("data.path", run.data.path, "data=indexed needs your files", "Give data.path=FOLDER.")
+
+
+def check_inputs(run: RunConfig) -> None:
+    """Raises ConfigError when a folder that the run reads is not there, or was not named."""
+    for field, path in (("data.path", run.data.path), ("teacher.path", run.teacher.path)):
+        if path and not Path(path).is_dir():
+            raise ConfigError(field, path, "no such folder", "Give the path of an existing folder.")
+    if run.model.source and not run.teacher.path:
+        raise ConfigError(
+            "teacher.path",
+            run.teacher.path,
+            f"model={run.model.name} is a released model, too large to train here",
+            "Give teacher.path=FOLDER, the Hugging Face checkpoint of its BF16 weights.",
+        )
+
+
+def _check_numbers(node: Any, prefix: str) -> None:
+    """Sizes are positive, floats finite and not negative, each with its exceptions."""
+    for field in fields(node):
+        value, name = getattr(node, field.name), prefix + field.name
+        if is_dataclass(value):
+            _check_numbers(value, name + ".")
+        elif isinstance(value, bool):
+            continue
+        elif isinstance(value, int):
+            low = 0 if name in MAY_BE_ZERO else 1
+            if value < low:
+                raise ConfigError(name, value, "too small", f"Give a whole number of at least {low}.")
+            if field.name == "seed" and value > MAX_SEED:
+                raise ConfigError(name, value, "too large for a seed", f"Give at most {MAX_SEED}.")
+        elif isinstance(value, float):
+            low_word = "above 0" if name in MUST_BE_POSITIVE else "of at least 0"
+            if not math.isfinite(value) or value < 0 or (value == 0 and name in MUST_BE_POSITIVE):
+                raise ConfigError(name, value, "out of range", f"Give a finite number {low_word}.")
+
+
+def _check_names(run: RunConfig) -> None:
+    for field, name in (("model.name", run.model.name), ("recipe.name", run.recipe.name)):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise ConfigError(field, name, "becomes a folder name", "Use letters, digits, '.', '_' and '-'.")
+    if not run.output_dir.strip():
+        raise ConfigError("output_dir", run.output_dir, "empty", "Name a folder, for example outputs.")
+
+
+def _check_fractions(run: RunConfig) -> None:
+    def between(field: str, value: float, *, zero: bool, one: bool = False) -> None:
+        low, high = ("[" if zero else "("), ("]" if one else ")")
+        if not (value > 0 or zero and value == 0) or not (value < 1 or one and value == 1):
+            raise ConfigError(field, value, "out of range", f"Give a number in {low}0, 1{high}.")
+
+    between("data.held_out_fraction", run.data.held_out_fraction, zero=False)
+    between("data.generated_fraction", run.data.generated_fraction, zero=True)
+    between("qad.average_decay", run.qad.average_decay, zero=True)
+    for name, stage in (("qad", run.qad), ("teacher", run.teacher)):
+        between(f"{name}.adam_beta1", stage.adam_beta1, zero=True)
+        between(f"{name}.adam_beta2", stage.adam_beta2, zero=True)
+    between("evaluation.band_low", run.evaluation.band_low, zero=False)
+    between("evaluation.band_high", run.evaluation.band_high, zero=False, one=True)
+    if run.evaluation.band_low >= run.evaluation.band_high:
+        raise ConfigError(
+            "evaluation.band_low",
+            run.evaluation.band_low,
+            f"not below evaluation.band_high={run.evaluation.band_high}",
+            "Give a smaller number.",
+        )
+
+
+def divisible(field: str, value: int, divisor: int, what: str) -> None:
+    """Raises ConfigError unless `value` is a multiple of `divisor`, naming the neighbours that are."""
+    if value % divisor:
+        below, above = value // divisor * divisor, (value // divisor + 1) * divisor
+        near = f"{below} or {above}" if below else str(above)
+        raise ConfigError(field, value, f"not a multiple of {what}={divisor}", f"Try {near}.")
+
+
+def _check_model(model: ModelConfig, source: Source) -> None:
+    for field, pattern in (("hybrid_pattern", model.hybrid_pattern), ("mtp_pattern", model.mtp_pattern)):
+        wrong = sorted(set(pattern) - set(LAYERS))
+        if wrong or (not pattern and field == "hybrid_pattern"):
+            problem = f"unknown layer {wrong[0]!r}" if wrong else "no layers"
+            remedy = "Use M (Mamba-2), * (attention), E (mixture of experts) and - (dense MLP)."
+            raise ConfigError(f"model.{field}", pattern, problem, remedy)
+    if bool(model.mtp_pattern) != bool(model.mtp_num_layers):
+        raise ConfigError(
+            "model.mtp_num_layers",
+            model.mtp_num_layers,
+            f"does not fit model.mtp_pattern={model.mtp_pattern!r}",
+            "Give both, or neither.",
+        )
+    layers = model.hybrid_pattern + model.mtp_pattern
+    attention, mamba, moe = model.attention, model.mamba, model.moe
+    if "*" in layers:
+        groups = attention.num_query_groups
+        divisible("model.attention.num_heads", attention.num_heads, groups, "model.attention.num_query_groups")
+    if "M" in layers:
+        divisible("model.mamba.num_heads", mamba.num_heads, mamba.num_groups, "model.mamba.num_groups")
+    if "E" in layers and moe.top_k > moe.num_experts:
+        problem = f"more than model.moe.num_experts={moe.num_experts}"
+        raise ConfigError("model.moe.top_k", moe.top_k, problem, "Give a smaller number.")
+    if source is Source.stdlib and model.vocab_size < MIN_TOKENIZER:
+        problem, remedy = "too small for a tokenizer", f"Give at least {MIN_TOKENIZER}."
+        raise ConfigError("model.vocab_size", model.vocab_size, problem, remedy)
+
+
+def _check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
+    if recipe.scale_search is not ScaleSearch.max and recipe.weight_scales is WeightScales.dynamic:
+        raise ConfigError(
+            "recipe.scale_search",
+            recipe.scale_search,
+            "a search needs scales that are kept, and recipe.weight_scales=dynamic recomputes them",
+            "Give recipe.weight_scales=static or recipe.scale_search=max.",
+        )
+    if recipe.qad_scales is QadScales.frozen and recipe.weight_scales is WeightScales.dynamic:
+        raise ConfigError(
+            "recipe.qad_scales",
+            recipe.qad_scales,
+            "recipe.weight_scales=dynamic leaves nothing to freeze",
+            "Give recipe.weight_scales=static or recipe.qad_scales=dynamic.",
+        )
+    if model.tied_output and recipe.output_layer is not Format.bf16:
+        raise ConfigError(
+            "recipe.output_layer",
+            recipe.output_layer,
+            "model.tied_output=true shares this weight with the embedding, which stays BF16",
+            "Give recipe.output_layer=bf16.",
+        )
+
+
+def _linear_inputs(model: ModelConfig, parallel: ParallelConfig) -> dict[str, list[tuple[str, int]]]:
+    """For each part of a recipe that the model has: (field, input width on one rank) of its linears."""
+    layers, tensor = model.hybrid_pattern, parallel.tensor
+    hidden = ("model.hidden_size", model.hidden_size)
+    parts: dict[str, list[tuple[str, int]]] = {"output_layer": [hidden]}
+    if "E" in layers:
+        expert, shared = model.moe.ffn_hidden_size, model.moe.shared_expert_ffn_hidden_size
+        parts["routed_experts"] = [hidden, ("model.moe.ffn_hidden_size", expert // parallel.expert_tensor)]
+        parts["shared_experts"] = [hidden, ("model.moe.shared_expert_ffn_hidden_size", shared // tensor)]
+    if "M" in layers:
+        width = model.mamba.num_heads * model.mamba.head_dim
+        parts["mamba"] = [hidden, ("model.mamba.head_dim", width // tensor)]
+    if "*" in layers:
+        width = model.attention.num_heads * model.attention.head_dim
+        parts["attention"] = [hidden, ("model.attention.head_dim", width // tensor)]
+    if "-" in layers:
+        parts["dense_mlp"] = [hidden, ("model.ffn_hidden_size", model.ffn_hidden_size // tensor)]
+    return parts
+
+
+def _check_block_sizes(recipe: RecipeConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+    for part, inputs in _linear_inputs(model, parallel).items():
+        if getattr(recipe, part) is not Format.nvfp4:
+            continue
+        for field, width in inputs:
+            if width % BLOCK:
+                raise ConfigError(
+                    field,
+                    _lookup(model, field),
+                    f"recipe.{part}=nvfp4 shares a scale among {BLOCK} inputs, and a rank has {width}",
+                    f"Make that a multiple of {BLOCK}, or give recipe.{part}=bf16.",
+                )
+    head_dim = model.attention.head_dim
+    if recipe.kv_cache is KvFormat.nvfp4 and "*" in model.hybrid_pattern and head_dim % BLOCK:
+        problem = f"recipe.kv_cache=nvfp4 needs a multiple of {BLOCK}"
+        raise ConfigError("model.attention.head_dim", head_dim, problem, "Change it, or give recipe.kv_cache=fp8.")
+
+
+def _lookup(model: ModelConfig, field: str) -> object:
+    value: object = model
+    for name in field.split(".")[1:]:
+        value = getattr(value, name)
+    return value
+
+
+def _check_schedules(run: RunConfig) -> None:
+    for name, stage in (("qad", run.qad), ("teacher", run.teacher)):
+        if stage.warmup_steps >= stage.steps:
+            problem = f"not below {name}.steps={stage.steps}"
+            raise ConfigError(f"{name}.warmup_steps", stage.warmup_steps, problem, "Give fewer warm-up steps.")
+        if stage.min_learning_rate > stage.learning_rate:
+            raise ConfigError(
+                f"{name}.min_learning_rate",
+                stage.min_learning_rate,
+                f"above {name}.learning_rate={stage.learning_rate}",
+                "Give a smaller number.",
+            )
+
+
+def _check_lengths(run: RunConfig) -> None:
+    longest = run.model.max_position_embeddings
+    for name in ("qad", "teacher", "calibration", "evaluation"):
+        length = getattr(run, name).sequence_length
+        if length > longest:
+            problem = f"longer than model.max_position_embeddings={longest}"
+            remedy = "Give a shorter length, or a model made for longer text."
+            raise ConfigError(f"{name}.sequence_length", length, problem, remedy)
+
+
+def _check_stages(run: RunConfig) -> None:
+    names = ", ".join(stage.name for stage in Stage)
+    if not run.stages:
+        raise ConfigError("stages", "[]", "nothing to do", f"Name at least one of {names}.")
+    twice: Callable[[Stage], bool] = lambda stage: run.stages.count(stage) > 1  # noqa: E731
+    for stage in filter(twice, run.stages):
+        raise ConfigError("stages", stage, "named twice", "Name each stage once.")
