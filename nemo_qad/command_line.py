@@ -16,7 +16,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
 from nemo_qad import config, fields
 from nemo_qad.errors import ConfigError
@@ -24,7 +23,6 @@ from nemo_qad.schema import RunConfig
 from nemo_qad.validation import check_inputs
 
 SEE_HELP = "See python -m nemo_qad.train --help."
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,9 @@ def read(argv: Sequence[str]) -> Command:
         _refuse_sweeps(parsed)
     if shows:
         return Command([*flags, *overrides], shows=True)
-    with config.composer():
-        if not multirun:
-            runs = [_composed(overrides, args.config_dir)]
-            return Command([*flags, *overrides], runs=runs)
+    if multirun:
         return _read_sweep(parsed, flags, overrides, args.config_dir)
+    return Command([*flags, *overrides], runs=[_checked(overrides, args.config_dir)])
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,8 +111,8 @@ def _values(override: Override) -> list[Any]:
         return []
     if not override.is_sweep_override():
         return [override.value()]
-    if override.is_choice_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":  # type: ignore[union-attr]
-        return [Override._convert_value(value) for value in override.sweep_iterator()]  # type: ignore[arg-type]
+    if override.is_choice_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":
+        return [Override._convert_value(value) for value in override.sweep_iterator()]
     return []
 
 
@@ -158,9 +154,8 @@ def _refuse_sweeps(parsed: list[Override]) -> None:
             raise ConfigError(override.key_or_group, shown, "several values for one run", remedy)
 
 
-def _composed(overrides: list[str], config_dir: str | None) -> RunConfig:
-    cfg = config.compose_raw(overrides, config_dir=config_dir)
-    run = config.to_run_config(cfg)
+def _checked(overrides: list[str], config_dir: str | None) -> RunConfig:
+    run = config.compose(overrides, config_dir)
     check_inputs(run)
     return run
 
@@ -177,31 +172,25 @@ def _read_sweep(
 ) -> Command:
     """Every combination is checked; the sweep's folder is fixed here, so that it can be read afterwards."""
     jobs = _combinations(parsed)
-    hydra = config.compose_raw(jobs[0], config_dir=config_dir, with_hydra=True).hydra
-    if hydra.sweeper.get("_target_") != BASIC_SWEEPER:
-        return _sweep_command(flags, overrides, hydra, [], jobs_known=False)
-    params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
-    if params:
-        jobs = _combinations([*_parse_overrides([_normalised(p) for p in params]), *parsed])
-    runs = []
-    for job in jobs:
-        runs.append(_composed(job, config_dir))
+    sweep = config.sweep_settings(jobs[0], config_dir)
+    argv = _sweep_arguments(flags, overrides, sweep.folder)
+    if not sweep.basic:
+        return Command(argv, multirun=True, sweep_dir=sweep.folder, jobs_known=False)
+    if sweep.params:
+        jobs = _combinations([*_parse_overrides([_normalised(p) for p in sweep.params]), *parsed])
+    runs = [_checked(job, config_dir) for job in jobs]
     _refuse_shared_folders(runs, jobs)
-    return _sweep_command(flags, overrides, hydra, runs, jobs_known=True)
+    return Command(argv, multirun=True, sweep_dir=sweep.folder, runs=runs)
 
 
-def _sweep_command(
-    flags: list[str], overrides: list[str], hydra: DictConfig, runs: list[RunConfig], *, jobs_known: bool
-) -> Command:
-    folder = Path(str(hydra.sweep.dir))
+def _sweep_arguments(flags: list[str], overrides: list[str], folder: Path) -> list[str]:
     if (folder / "jobs").exists():
         remedy = "Choose another folder, or leave hydra.sweep.dir out."
         raise ConfigError("hydra.sweep.dir", folder, "holds another sweep", remedy)
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     flags = flags if "--multirun" in flags else ["--multirun", *flags]
     kept = [override for override in overrides if not override.startswith("hydra.sweep.dir=")]
-    argv = [*flags, *kept, f"hydra.sweep.dir='{quoted}'"]
-    return Command(argv, multirun=True, sweep_dir=folder, runs=runs, jobs_known=jobs_known)
+    return [*flags, *kept, f"hydra.sweep.dir='{quoted}'"]
 
 
 def _refuse_shared_folders(runs: list[RunConfig], jobs: list[list[str]]) -> None:

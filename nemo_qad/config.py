@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from nemo_qad.validation import validate
 
 CONF_MODULE = "nemo_qad.conf"
 CONFIG_NAME = "train"
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 # What a run computes does not depend on these, so they may differ between two starts of one run.
 NOT_HASHED = ("run_dir", "output_dir", "cache_dir", "stages", "threads")
 
@@ -64,7 +65,7 @@ def conf_folder() -> Path:
 
 def choices(group: str, config_dir: str | None = None) -> dict[str, Path]:
     """Names that `group` may take, with their files; `config_dir` is a folder of the user's own."""
-    folders = [conf_folder()] + ([Path(config_dir)] if config_dir else [])
+    folders = ([Path(config_dir)] if config_dir else []) + [conf_folder()]  # the later wins, as in Hydra
     return {file.stem: file for folder in folders for file in sorted((folder / group).glob("*.yaml"))}
 
 
@@ -87,7 +88,7 @@ def descriptions(group: str, config_dir: str | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def composer() -> Iterator[None]:
+def _composer() -> Iterator[None]:
     """Hydra's compose API over conf/, leaving any Hydra application around it as it was."""
     register()
     instance = GlobalHydra.instance()
@@ -100,10 +101,7 @@ def composer() -> Iterator[None]:
         instance.hydra = outer
 
 
-def compose_raw(
-    overrides: list[str], *, config_dir: str | None = None, with_hydra: bool = False
-) -> DictConfig:
-    """Hydra's own result for `overrides`; call inside `composer()`. Raises ConfigError."""
+def _hydra_config(overrides: list[str], config_dir: str | None, *, with_hydra: bool = False) -> DictConfig:
     extra = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     try:
         return hydra_compose(CONFIG_NAME, [*overrides, *extra], return_hydra_config=with_hydra)
@@ -111,10 +109,31 @@ def compose_raw(
         raise _translated(error, overrides) from error
 
 
-def compose(overrides: list[str]) -> RunConfig:
-    """The validated configuration for command-line overrides such as `["+recipe=max", "qad.steps=20"]`."""
-    with composer():
-        return to_run_config(compose_raw(overrides))
+def compose(overrides: list[str], config_dir: str | None = None) -> RunConfig:
+    """The validated configuration for command-line overrides such as `["+recipe=max", "qad.steps=20"]`.
+
+    `config_dir` is a folder of the user's own files, searched beside conf/. Raises ConfigError.
+    """
+    with _composer():
+        return to_run_config(_hydra_config(overrides, config_dir))
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Hydra's multirun settings: `basic` is its own sweeper, which knows all its jobs beforehand."""
+
+    folder: Path
+    basic: bool
+    params: list[str]
+
+
+def sweep_settings(overrides: list[str], config_dir: str | None = None) -> SweepSettings:
+    """What `overrides` make of hydra.sweep and hydra.sweeper. Raises ConfigError."""
+    with _composer():
+        settings = _hydra_config(overrides, config_dir, with_hydra=True).hydra
+        params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]
+        basic = settings.sweeper.get("_target_") == BASIC_SWEEPER
+        return SweepSettings(Path(str(settings.sweep.dir)), basic, params)
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -177,12 +196,14 @@ def _translated(error: BaseException, overrides: list[str]) -> ConfigError:
     """Hydra's and OmegaConf's exceptions in this program's words: the key, the value, the remedy."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    summary = summary.rstrip(".")
     if not isinstance(cause, OmegaConfBaseException):
-        return ConfigError(
-            "overrides", " ".join(overrides), summary, "See python -m nemo_qad.train --help."
-        )
+        remedy = "See python -m nemo_qad.train --help."
+        if "submitit" in " ".join(overrides):
+            remedy = "Submitting to Slurm from here needs pip install 'nemo_qad[slurm]'."
+        return ConfigError("overrides", " ".join(overrides), summary, remedy)
     key = str(cause.full_key or cause.key or "configuration")
     if fields.is_known(key):
         problem = str(cause.msg or cause).splitlines()[0].rstrip(".")

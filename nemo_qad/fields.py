@@ -34,7 +34,8 @@ def leaves() -> dict[str, Any]:
     def walk(cls: type, prefix: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, hint in _hints(cls).items():
-            found |= walk(hint, f"{prefix}{name}.") if is_dataclass(hint) else {prefix + name: hint}
+            nested = isinstance(hint, type) and is_dataclass(hint)
+            found |= walk(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
         return found
 
     return walk(RunConfig, "")
@@ -76,9 +77,10 @@ def unknown(key: str, value: object) -> ConfigError:
     parent, _, name = key.rpartition(".")
     prefix = parent + "." if parent else ""
     siblings = _children(prefix)
-    meant = [prefix + near for near in difflib.get_close_matches(name, siblings, n=1)]
-    meant = meant or [leaf for leaf in leaves() if leaf.rpartition(".")[2] == name][:3]
-    meant = meant or difflib.get_close_matches(key, list(leaves()), n=1)
+    same_name = [leaf for leaf in leaves() if leaf.rpartition(".")[2] == name][:3]
+    meant = same_name if not parent else []
+    meant = meant or [prefix + near for near in difflib.get_close_matches(name, siblings, n=1)]
+    meant = meant or difflib.get_close_matches(key, list(leaves()), n=1) or same_name
     if meant:
         remedy = f"Did you mean {' or '.join(meant)}?"
     elif siblings:
@@ -94,7 +96,7 @@ def _children(prefix: str) -> list[str]:
 
 
 def closest(word: str, known: list[str]) -> str:
-    """"Did you mean X? " or nothing."""
+    """The sentence "Did you mean X?", or nothing."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"Did you mean {near[0]}? " if near else ""
 

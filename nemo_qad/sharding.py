@@ -55,7 +55,8 @@ def check_sharding(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _must_divide(name: str, size: int, total: int, what: str) -> None:
     if total % size:
         fits = ", ".join(str(n) for n in range(1, min(total, 128) + 1) if total % n == 0)
-        raise ConfigError(f"parallel.{name}", size, f"does not divide {what} ({total})", f"Sizes that do: {fits}.")
+        problem = f"does not divide {what} ({total})"
+        raise ConfigError(f"parallel.{name}", size, problem, f"Sizes that do: {fits}.")
 
 
 def _check_world(parallel: ParallelConfig) -> None:
@@ -129,5 +130,5 @@ def _check_scan(run: RunConfig) -> None:
                 f"{name}.sequence_length",
                 stage.sequence_length,
                 "the Mamba-2 chunk scan would address more than 2^31 values on a rank",
-                f"Give parallel.context of at least {needed}, a smaller micro_batch_size or a shorter length.",
+                f"Give parallel.context of at least {needed}, a smaller micro_batch_size or a shorter text.",
             )

@@ -5,7 +5,6 @@ The command line is checked first, then Hydra runs one job, or with -m one job f
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -16,9 +15,9 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from nemo_qad import command_line, config
+from nemo_qad.checkpoint.folder import read_json, write_json
 from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
 from nemo_qad.schema import RunConfig
 
@@ -45,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: command_line.Command) -> int:
     """Hydra takes its arguments from sys.argv alone."""
-    entry = hydra.main(version_base="1.3", config_path=f"pkg://{config.CONF_MODULE}", config_name="train")(job)
+    path = f"pkg://{config.CONF_MODULE}"
+    entry = hydra.main(version_base="1.3", config_path=path, config_name=config.CONFIG_NAME)(job)
     argv, sys.argv = sys.argv, [sys.argv[0], *command.argv]
-    full_error = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # a defect keeps its whole traceback
-    assert full_error
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # a defect keeps its whole traceback
     try:
         entry()
     except SystemExit as stop:
@@ -58,8 +57,11 @@ def _run(command: command_line.Command) -> int:
     return _sweep_status(command) if command.multirun else 0
 
 
-def job(cfg: DictConfig) -> dict[str, Any] | None:
-    """One run. Ends a single run that fails; in a sweep the failure is noted and the others go on."""
+def job(cfg: Any) -> dict[str, Any] | None:
+    """One run of Hydra's composed configuration.
+
+    A single run that fails ends the process; in a sweep the failure is noted and the others go on.
+    """
     run = config.to_run_config(cfg)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _sweep_job(run)
@@ -104,30 +106,19 @@ def _sweep_job(run: RunConfig) -> dict[str, Any] | None:
         summary, error, status = _attempt(run)
         record |= {"status": "failed" if status else "done", "error": error, "summary": summary}
     finally:
-        _write(folder / f"{number:03d}.json", record)
+        write_json(folder / f"{number:03d}.json", record)
     return summary
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all: a reader of the sweep never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def _sweep_status(command: command_line.Command) -> int:
     """0 when every job of the sweep left a record and is done."""
     assert command.sweep_dir is not None
-    records = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((command.sweep_dir / "jobs").glob("[0-9]*.json"))
-    ]
+    records = [read_json(path) for path in sorted((command.sweep_dir / "jobs").glob("[0-9]*.json"))]
     failed = sum(record["status"] != "done" for record in records)
     lost = len(command.runs) - len(records) if command.jobs_known else 0
     if failed or lost > 0:
-        total = max(len(records), len(command.runs))
-        print(f"error: {failed + max(lost, 0)} of {total} jobs failed; see {command.sweep_dir}", file=sys.stderr)
+        count = f"{failed + max(lost, 0)} of {max(len(records), len(command.runs))}"
+        print(f"error: {count} jobs failed; see {command.sweep_dir}/jobs", file=sys.stderr)
         return EXIT_FAILURE
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,8 @@ def validate(run: RunConfig) -> None:
     check_batches(run)
     _check_stages(run)
     if run.data.source is Source.indexed and not run.data.path:
-        raise ConfigError("data.path", run.data.path, "data=indexed needs your files", "Give data.path=FOLDER.")
+        problem = "data=indexed reads a folder of yours"
+        raise ConfigError("data.path", run.data.path, problem, "Give data.path=FOLDER.")
 
 
 def check_inputs(run: RunConfig) -> None:
@@ -108,8 +108,8 @@ def _check_names(run: RunConfig) -> None:
 
 def _check_fractions(run: RunConfig) -> None:
     def between(field: str, value: float, *, zero: bool, one: bool = False) -> None:
-        low, high = ("[" if zero else "("), ("]" if one else ")")
-        if not (value > 0 or zero and value == 0) or not (value < 1 or one and value == 1):
+        if not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
+            low, high = ("[" if zero else "("), ("]" if one else ")")
             raise ConfigError(field, value, "out of range", f"Give a number in {low}0, 1{high}.")
 
     between("data.held_out_fraction", run.data.held_out_fraction, zero=False)
@@ -154,8 +154,8 @@ def _check_model(model: ModelConfig, source: Source) -> None:
     layers = model.hybrid_pattern + model.mtp_pattern
     attention, mamba, moe = model.attention, model.mamba, model.moe
     if "*" in layers:
-        groups = attention.num_query_groups
-        divisible("model.attention.num_heads", attention.num_heads, groups, "model.attention.num_query_groups")
+        heads, groups = attention.num_heads, attention.num_query_groups
+        divisible("model.attention.num_heads", heads, groups, "model.attention.num_query_groups")
     if "M" in layers:
         divisible("model.mamba.num_heads", mamba.num_heads, mamba.num_groups, "model.mamba.num_groups")
     if "E" in layers and moe.top_k > moe.num_experts:
@@ -225,7 +225,8 @@ def _check_block_sizes(recipe: RecipeConfig, model: ModelConfig, parallel: Paral
     head_dim = model.attention.head_dim
     if recipe.kv_cache is KvFormat.nvfp4 and "*" in model.hybrid_pattern and head_dim % BLOCK:
         problem = f"recipe.kv_cache=nvfp4 needs a multiple of {BLOCK}"
-        raise ConfigError("model.attention.head_dim", head_dim, problem, "Change it, or give recipe.kv_cache=fp8.")
+        remedy = "Change it, or give recipe.kv_cache=fp8."
+        raise ConfigError("model.attention.head_dim", head_dim, problem, remedy)
 
 
 def _lookup(model: ModelConfig, field: str) -> object:
@@ -239,7 +240,7 @@ def _check_schedules(run: RunConfig) -> None:
     for name, stage in (("qad", run.qad), ("teacher", run.teacher)):
         if stage.warmup_steps >= stage.steps:
             problem = f"not below {name}.steps={stage.steps}"
-            raise ConfigError(f"{name}.warmup_steps", stage.warmup_steps, problem, "Give fewer warm-up steps.")
+            raise ConfigError(f"{name}.warmup_steps", stage.warmup_steps, problem, "Give fewer of them.")
         if stage.min_learning_rate > stage.learning_rate:
             raise ConfigError(
                 f"{name}.min_learning_rate",
@@ -263,6 +264,6 @@ def _check_stages(run: RunConfig) -> None:
     names = ", ".join(stage.name for stage in Stage)
     if not run.stages:
         raise ConfigError("stages", "[]", "nothing to do", f"Name at least one of {names}.")
-    twice: Callable[[Stage], bool] = lambda stage: run.stages.count(stage) > 1  # noqa: E731
-    for stage in filter(twice, run.stages):
-        raise ConfigError("stages", stage, "named twice", "Name each stage once.")
+    for stage in run.stages:
+        if run.stages.count(stage) > 1:
+            raise ConfigError("stages", stage, "named twice", "Name each stage once.")

@@ -67,7 +67,7 @@ def prepare(data: DataConfig, vocab_size: int, cache_dir: Path, progress: Progre
             "data.generated_fraction", data.generated_fraction, "not a share of the tokens", "Give 0 to 0.9."
         )
     files = corpus.list_files()
-    key = _cache_key(data, vocab_size, corpus.fingerprint(files))
+    key = cache_key(data, vocab_size, corpus.fingerprint(files))
     folder = cache_dir / f"data-{key}"
     if folder.exists():
         if problem := _damage(folder):
@@ -99,7 +99,8 @@ def _make(
         ) from error
 
 
-def _cache_key(data: DataConfig, vocab_size: int, fingerprint: str) -> str:
+def cache_key(data: DataConfig, vocab_size: int, fingerprint: str) -> str:
+    """Twelve hex digits over everything that makes the data; `fingerprint` is that of the source files."""
     what = {
         "format": FORMAT,
         "text": fingerprint,

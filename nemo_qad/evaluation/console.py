@@ -6,6 +6,7 @@ progress is a line about every tenth of the way instead of control codes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,14 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from nemo_qad.evaluation.formats import DASH, duration, percent, significant
+from nemo_qad.evaluation.formats import DASH, clock, percent, significant
 from nemo_qad.evaluation.recovery import judge_ptq
-from nemo_qad.evaluation.report import headline, missing_stages
+from nemo_qad.evaluation.report import headline, missing_stages, next_command
 from nemo_qad.evaluation.results import MODELS, Results, read_results
 
 LINES_PER_LOOP = 10
 WIDTH = 80
-SHORT = {"held_out_kl": "held-out KL", "kl": "KL"}
+SHORT = {"held_out_kl": "held-out", "kl": "KL"}
 
 
 def say(text: str) -> None:
@@ -63,14 +64,16 @@ class Loop:
         return self._done * LINES_PER_LOOP // total > before * LINES_PER_LOOP // total
 
     def _note(self, values: Mapping[str, float]) -> str:
-        shown = [f"{SHORT.get(name, name)} {significant(v)}" for name, v in values.items() if v == v]  # noqa: PLR0124
+        shown = [
+            f"{SHORT.get(name, name)} {significant(v)}" for name, v in values.items() if not math.isnan(v)
+        ]
         elapsed, steps = time.monotonic() - self._began, self._done - self._start
         if self._tokens and elapsed > 0:
             shown.append(f"{self._tokens / elapsed:,.0f} tok/s")
-        if 0 < steps and self._done < self._total:
-            shown.append(f"{duration(elapsed / steps * (self._total - self._done))} left")
+        if steps > 0 and self._done < self._total:
+            shown.append(f"{clock(elapsed / steps * (self._total - self._done))} left")
         elif self._done >= self._total:
-            shown.append(f"took {duration(elapsed)}")
+            shown.append(f"took {clock(elapsed)}")
         return "  ".join(shown)
 
 
@@ -88,7 +91,7 @@ def progress(
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=10),
+        BarColumn(bar_width=6),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
     )
@@ -135,11 +138,11 @@ def band_line(results: Results) -> str | None:
 
 def last_line(results: Results) -> str:
     """What happened and where to look next, in one line that never wraps."""
-    report = results.run_dir / "report.md"
     missing = missing_stages(results)
     if missing:
-        return f"Stopped before the end: {', '.join(missing)} missing. Next: see the end of {report}"
-    return f"Done. Checkpoint: {results.value('export', 'folder') or DASH}  Next: read {report}"
+        return f"Not in this run: {', '.join(missing)}. Next: {next_command(results)[1]}"
+    folder = results.value("export", "folder") or DASH
+    return f"Done: checkpoint in {folder}. Next: read {results.run_dir / 'report.md'}"
 
 
 def _result_table(results: Results) -> Table:
@@ -151,8 +154,8 @@ def _result_table(results: Results) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     medians = [percent(found.median if found else None) for found in recoveries]
     minima = [percent(found.minimum if found else None) for found in recoveries]
-    table.add_row("recovery, median", "100 %", *medians, *medians, style="bold")
-    table.add_row("recovery, lowest task", "100 %", *minima, *minima, end_section=True)
+    table.add_row("recovery, median", "", "", "", *medians, style="bold")
+    table.add_row("recovery, lowest task", "", "", "", *minima, end_section=True)
     scores = [results.scores(model) for model in MODELS]
     for task in scores[0]:
         kept = [percent(found.tasks.get(task) if found else None) for found in recoveries]

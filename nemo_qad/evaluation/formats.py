@@ -36,10 +36,17 @@ def duration(seconds: float | None) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
+    if minutes >= 60:
+        hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them: 75 -> "1:15", 4000 -> "1:06:40"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, text_columns: int = 1) -> str:

@@ -79,21 +79,19 @@ def draw_recovery(path: Path, recoveries: Mapping[str, Recovery], *, low: float,
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(height=1.6 + (0.26 * len(models) + 0.12) * len(rows))
         _hanging_bars(axes, rows, models)
-        axes.axvspan(100 * low, 100 * high, color=GREEN, alpha=0.13, linewidth=0, zorder=0)
-        axes.annotate(
-            f"aim of PTQ before QAD: {100 * low:g}..{100 * high:g} %",
-            (50 * (low + high), 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
-            textcoords="offset points", ha="center", va="bottom", fontsize=9, color=GREEN,
+        aim = axes.axvspan(
+            100 * low, 100 * high, color=GREEN, alpha=0.16, linewidth=0, zorder=0,
+            label=f"aim of PTQ: {100 * low:g}..{100 * high:g} %",
         )  # fmt: skip
         axes.annotate(
             "BF16", (100, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", va="bottom", fontsize=9, fontweight="bold",
         )  # fmt: skip
-        axes.set_title("Accuracy kept: the shorter the bar, the less was lost", pad=36)
-        axes.set_xlabel("recovery: the score in % of the BF16 score")
+        axes.set_title("Accuracy kept, task by task", pad=30)
+        axes.set_xlabel("recovery: score in % of the BF16 score (the shorter the bar, the less was lost)")
         figure.legend(
-            handles=axes.containers[: len(models)], loc="upper right", ncols=2, frameon=False,
-            bbox_to_anchor=(0.995, 0.995),
+            handles=[*axes.containers[: len(models)], aim], loc="upper right", ncols=3, frameon=False,
+            bbox_to_anchor=(0.995, 0.995), columnspacing=1.2, handlelength=1.6, fontsize=10,
         )  # fmt: skip
         _save(figure, path)
 
@@ -128,13 +126,14 @@ def draw_held_out_kl(
         if level is not None:
             axes.axhline(level, color=ORANGE, linestyle=(0, (6, 3)), linewidth=1.8)
             axes.annotate(
-                f"PTQ, before QAD: {level:.3g}", (1, level), xycoords=("axes fraction", "data"), xytext=(-4, 5),
-                textcoords="offset points", ha="right", va="bottom", color=ORANGE, fontweight="bold",
+                f"PTQ, before QAD: {level:.3g}", (1, level), xycoords=("axes fraction", "data"),
+                xytext=(-4, 5), textcoords="offset points", ha="right", va="bottom",
+                color=ORANGE, fontweight="bold",
             )  # fmt: skip
         _mark_kept(axes, points, level, kept, kept_step)
         axes.set_title("Distance to BF16 on held-out text during QAD (lower is better)", pad=12)
         axes.set_xlabel("QAD step")
-        axes.set_ylabel("KL(teacher || student)\nnats per token")
+        axes.set_ylabel("KL(teacher || student)\nnats per token, validation text")
         _set_kl_axis(axes, kls + [kl for _, kl in averages] + ([] if level is None else [level]))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
@@ -217,12 +216,11 @@ def _mark_kept(
     kl = point.average_kl if kept == "average" and point.average_kl is not None else point.kl
     fall = f" ({100 * (kl / level - 1):+.0f} %)" if level else ""
     axes.plot([point.step], [kl], "*", color="black", markersize=15, zorder=5)
-    centre = (points[0].step + points[-1].step) / 2
+    share = (point.step - points[0].step) / max(1, points[-1].step - points[0].step)
     axes.annotate(
-        f"kept ({kept or 'QAD'}, step {point.step}): {kl:.3g}{fall}", (point.step, kl), xytext=(0, 12),
-        textcoords="offset points", ha="right" if point.step > centre else "left", va="bottom",
-        color=BLUE, fontweight="bold",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}, zorder=6,
+        f"kept ({kept or 'QAD'}, step {point.step}): {kl:.3g}{fall}", (point.step, kl), xytext=(0, -12),
+        textcoords="offset points", va="top", color=BLUE, fontweight="bold", zorder=6,
+        ha="left" if share < 0.3 else "center" if share < 0.7 else "right",
     )  # fmt: skip
 
 
@@ -232,7 +230,7 @@ def _set_kl_axis(axes: Axes, values: Sequence[float]) -> None:
     if positive and len(positive) == len(values) and max(positive) > 8 * min(positive):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_ylim(min(positive) / 1.6, max(positive) * 1.6)
+        axes.set_ylim(min(positive) / 1.8, max(positive) * 1.6)
     else:
         axes.set_ylim(0, 1.18 * max([*values, 1e-12]))
 

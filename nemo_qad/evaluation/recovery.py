@@ -103,7 +103,7 @@ def judge_ptq(median: float, *, low: float = 0.95, high: float = 0.99) -> Verdic
     if median < low:
         return Verdict(
             Band.below,
-            f"PTQ was pushed too far: below {100 * low:g} % the student has lost more than QAD surely wins back.",
+            f"PTQ was pushed too far: below {100 * low:g} % QAD may not win back what is lost.",
             "Use a gentler recipe: keep more parts in BF16 or FP8, or search the scales with four_over_six.",
         )
     if median > high:
@@ -114,8 +114,8 @@ def judge_ptq(median: float, *, low: float = 0.95, high: float = 0.99) -> Verdic
         )
     return Verdict(
         Band.inside,
-        f"PTQ was pushed as far as intended ({100 * low:g}..{100 * high:g} %): the loss is small but measurable.",
-        "Run QAD: this is the loss that it is made to win back.",
+        f"PTQ went as far as intended ({100 * low:g}..{100 * high:g} %): a small, measurable loss.",
+        "Run QAD: it is made to win back such a loss.",
     )
 
 

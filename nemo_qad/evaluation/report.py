@@ -165,10 +165,14 @@ def _accuracy(results: Results) -> str:
     ptq, qad = results.recovery("ptq"), results.recovery("qad")
     scores = {model: results.scores(model) for model in MODELS}
     ratios = [found.tasks if found else {} for found in (ptq, qad)]
-    rows: list[list[str | None]] = [
-        ["**recovery, median**", *[DASH] * 3, *(f"**{percent(found.median if found else None)}**" for found in (ptq, qad))],
-        ["**recovery, lowest task**", *[DASH] * 3, *(percent(found.minimum if found else None) for found in (ptq, qad))],
-    ]  # fmt: skip
+    medians, minima = (
+        [percent(getattr(found, end) if found else None) for found in (ptq, qad)]
+        for end in ("median", "minimum")
+    )
+    rows = [
+        ["**recovery, median**", DASH, DASH, DASH, *(f"**{ratio}**" for ratio in medians)],
+        ["**recovery, lowest task**", DASH, DASH, DASH, *minima],
+    ]
     for task in scores["bf16"]:
         values = [percent(scores[model].get(task), 2) for model in MODELS]
         rows.append([task, *values, *(percent(ratio.get(task)) for ratio in ratios)])
@@ -188,9 +192,9 @@ def _accuracy_notes(results: Results, recovery: Recovery | None) -> list[str]:
     if results.kl_fall is not None:
         closed = results.perplexity_gap_closed
         notes.append(
-            f"Fall of the held-out KL by QAD: {percent(results.kl_fall)}. Perplexity gap to BF16 closed by QAD: "
+            f"Fall of the held-out KL by QAD: {percent(results.kl_fall)}. Perplexity gap closed by QAD: "
             + (percent(closed) if closed is not None else "none to close, PTQ is no worse than BF16")
-            + "."
+            + ". Table and plot rest on different held-out text: the plot's chose the weights."
         )
     if recovery is not None:
         for task, reason in recovery.excluded.items():
@@ -199,7 +203,7 @@ def _accuracy_notes(results: Results, recovery: Recovery | None) -> list[str]:
     if questions:
         error = 100 * math.sqrt(0.25 / questions)
         notes.append(
-            f"{questions:.0f} questions a task: the standard error of one score is at most {error:.1f} points, "
+            f"{questions:.0f} questions a task: the standard error of a score is at most {error:.1f} points, "
             f"so small differences between tasks are noise. {NEXT_TOKEN} and KL rest on "
             f"{results.number('evaluate', 'num_held_out_tokens') or 0:,.0f} held-out tokens."
         )
@@ -219,7 +223,9 @@ def _sizes(results: Results) -> str:
     place = f"`{results.value('export', 'folder') or DASH}`, {results.value('export', 'quant_algo') or DASH}"
     checked = "It was not decoded again to check it."
     if verified:
-        checked = f"{verified:.0f} weights were decoded from its files again and equal the evaluated ones bit for bit."
+        checked = (
+            f"{verified:.0f} weights, decoded from its files again, equal the evaluated ones bit for bit."
+        )
     return f"{table}\n\n{place}, {DASH if tensors is None else int(tensors)} tensors. {checked}"
 
 
@@ -266,6 +272,8 @@ def _versions(results: Results) -> str:
 
 def _next(results: Results) -> str:
     what, command = next_command(results)
-    text = f"{what}:\n\n```bash\n{command}\n```"
+    known = isinstance(results.environment.get("overrides"), list)
+    also = "" if known else " (add what else this run was started with)"
+    text = f"{what}{also}:\n\n```bash\n{command}\n```"
     folder = results.value("export", "folder")
     return f"The checkpoint for inference engines is in `{folder}`.\n\n{text}" if folder else text

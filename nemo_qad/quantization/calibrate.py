@@ -86,7 +86,8 @@ def choose_four_over_six(module: nn.Module) -> None:
 
 
 def check_structure(module: nn.Module, table: dict[str, LinearFormat]) -> None:
-    """Raises UserError when the model lacks a linear of its table, or splits one over tensor ranks."""
+    """Raises UserError when the model lacks a linear of its table, splits one over tensor ranks, or has one
+    that NVFP4 cannot cut into blocks."""
     present = dict(module.named_modules())
     missing = [name for name in table if name not in present]
     if missing:
@@ -97,6 +98,13 @@ def check_structure(module: nn.Module, table: dict[str, LinearFormat]) -> None:
             f"Quantisation over tensor-parallel ranks is not supported: scales of {show(split)} would be those "
             "of a shard. Set parallel.tensor=1"
         )
+    odd = [
+        f"{name} ({present[name].weight.shape[-1]})"
+        for name, linear in table.items()
+        if linear.format == Format.nvfp4 and present[name].weight.shape[-1] % nvfp4.BLOCK_SIZE
+    ]
+    if odd:
+        raise UserError(f"NVFP4 blocks of {nvfp4.BLOCK_SIZE} do not divide the inputs of {show(odd)}. Choose fp8 or bf16")
 
 
 def check_coverage(

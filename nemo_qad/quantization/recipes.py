@@ -27,7 +27,7 @@ from nemo_qad.schema import (
     WeightScales,
 )
 
-# Part -> the layer type that holds it, its linears, and whether they are one set an expert.
+# Field of RecipeConfig -> its linears, by Megatron-Core module name.
 _PART_GLOBS: dict[str, tuple[str, ...]] = {
     "routed_experts": (
         "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1",
@@ -81,8 +81,8 @@ def rules(recipe: RecipeConfig, model: ModelConfig) -> Rules:
     """Translates a recipe for one model.
 
     Raises:
-        ConfigError: scales that do not go together, widths that NVFP4 cannot block, a tied output layer
-            that is to be quantised, an extra rule that matches nothing, or a recipe without effect.
+        ConfigError: scales that do not go together, an extra rule that matches nothing, or a recipe
+            without effect.
     """
     check_recipe(recipe, model)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
@@ -153,66 +153,30 @@ def num_layers(model: ModelConfig, kind: str) -> int:
 
 
 def check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
-    """Raises ConfigError as `rules` says; torch-free in itself, so that a typo costs no time."""
-    _check_scales(recipe)
-    if model.tied_output and recipe.output_layer != Format.bf16:
+    """Raises ConfigError where a recipe and a model do not go together (`rules` lists the cases).
+
+    Widths and choices that need no table of names are refused earlier, when the configuration is loaded.
+    """
+    kept = {WeightScales.static: QadScales.frozen, WeightScales.dynamic: QadScales.dynamic}[recipe.weight_scales]
+    if recipe.qad_scales != kept or (kept == QadScales.dynamic and recipe.scale_search != ScaleSearch.max):
         raise ConfigError(
-            "recipe.output_layer", recipe.output_layer, f"model.name={model.name} ties it to the embedding, "
-            "which stays BF16", "Set recipe.output_layer=bf16"
+            "recipe.weight_scales",
+            recipe.weight_scales,
+            f"does not go with recipe.qad_scales={recipe.qad_scales} and recipe.scale_search={recipe.scale_search}: "
+            "static scales are searched once and kept in QAD, dynamic ones always follow the weights",
+            "Use static with frozen and any search, or dynamic with dynamic and max",
         )
-    names = linear_names(model)
+    table = formats(recipe, model)
     for index, rule in enumerate(recipe.extra_rules):
-        if not any(fnmatchcase(name, rule.modules) for name in names):
+        if not any(fnmatchcase(name, rule.modules) for name in table):
             raise ConfigError(
-                f"recipe.extra_rules[{index}].modules", rule.modules, "matches no linear of the model",
-                f"Names look like {', '.join(list(names)[:3])}",
+                f"recipe.extra_rules[{index}].modules",
+                rule.modules,
+                "matches no linear of the model",
+                f"Names look like {', '.join(list(table)[:3])}",
             )
-    _check_widths(recipe, model)
-    quantised = any(linear.format != Format.bf16 for linear in formats(recipe, model).values())
-    if not quantised and recipe.kv_cache == KvFormat.none:
-        raise ConfigError("recipe.name", recipe.name, "quantises nothing in this model", "Choose a format for a part")
-
-
-def _check_scales(recipe: RecipeConfig) -> None:
-    dynamic = recipe.weight_scales == WeightScales.dynamic
-    if dynamic and recipe.scale_search != ScaleSearch.max:
-        raise ConfigError(
-            "recipe.scale_search", recipe.scale_search, "searched scales are lost when they are recomputed "
-            "from the weights", "Set recipe.weight_scales=static, or recipe.scale_search=max"
-        )
-    if dynamic != (recipe.qad_scales == QadScales.dynamic):
-        raise ConfigError(
-            "recipe.qad_scales", recipe.qad_scales, f"does not go with recipe.weight_scales={recipe.weight_scales}: "
-            "QAD keeps static scales and recomputes dynamic ones",
-            f"Set recipe.qad_scales={'dynamic' if dynamic else 'frozen'}",
-        )
-
-
-def _check_widths(recipe: RecipeConfig, model: ModelConfig) -> None:
-    mamba_width = model.mamba.num_heads * model.mamba.head_dim if num_layers(model, "M") else 0
-    attention_width = model.attention.num_heads * model.attention.head_dim if num_layers(model, "*") else 0
-    inputs = {
-        "routed_experts": (("model.moe.ffn_hidden_size", model.moe.ffn_hidden_size),),
-        "shared_experts": (("model.moe.shared_expert_ffn_hidden_size", model.moe.shared_expert_ffn_hidden_size),),
-        "mamba": (("model.mamba.num_heads x head_dim", mamba_width),),
-        "dense_mlp": (("model.ffn_hidden_size", model.ffn_hidden_size),),
-        "attention": (("model.attention.num_heads x head_dim", attention_width),),
-        "output_layer": (),
-    }
-    used = {linear.part for linear in formats(recipe, model).values() if linear.format == Format.nvfp4}
-    for part in used:
-        for field, width in (("model.hidden_size", model.hidden_size), *inputs.get(part, ())):
-            if width % BLOCK_SIZE:
-                raise ConfigError(
-                    field, width, f"NVFP4 blocks of {BLOCK_SIZE} do not divide the input of {part}",
-                    f"Choose a multiple of {BLOCK_SIZE}, or recipe.{part}=fp8",
-                )
-    head_dim = model.attention.head_dim
-    if recipe.kv_cache == KvFormat.nvfp4 and num_layers(model, "*") and head_dim % BLOCK_SIZE:
-        raise ConfigError(
-            "model.attention.head_dim", head_dim, f"NVFP4 blocks of {BLOCK_SIZE} do not divide it",
-            "Set recipe.kv_cache=fp8",
-        )
+    if recipe.kv_cache == KvFormat.none and all(linear.format == Format.bf16 for linear in table.values()):
+        raise ConfigError("recipe.name", recipe.name, "quantises nothing in this model", "Give a part a format")
 
 
 def _check_counts(counts: dict[tuple[str, Format], int], model: ModelConfig) -> None:

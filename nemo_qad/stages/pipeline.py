@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nemo_qad.checkpoint.folder import write_json
-from nemo_qad.config import config_hash
+from nemo_qad.config import run_folder
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.evaluation.console import final_table, say
 from nemo_qad.evaluation.plots import write_plots
@@ -44,12 +44,6 @@ RUNNERS: dict[Stage, Runner] = {
 }
 
 
-def run_dir(run: RunConfig) -> Path:
-    """`run_dir`, or OUTPUT_DIR/MODEL-RECIPE-HASH, which no other configuration shares."""
-    name = f"{run.model.name}-{run.recipe.name}-{config_hash(run)}"
-    return Path(run.run_dir) if run.run_dir else Path(run.output_dir) / name
-
-
 def run(run: RunConfig) -> dict[str, Any]:
     """Runs the configured stages and returns the summary that a sweep's table shows.
 
@@ -57,7 +51,7 @@ def run(run: RunConfig) -> dict[str, Any]:
         UserError: with what to do about it; finished stages stay finished.
     """
     _refuse_unsupported(run)
-    folder = RunFolder(run_dir(run), run)
+    folder = RunFolder(run_folder(run), run)
     try:
         write_json(folder.path / "environment.json", _environment())
         with process_groups(run.parallel, seed=run.seed, threads=run.threads):

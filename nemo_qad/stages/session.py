@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_qad.checkpoint.folder import disk_errors
 from nemo_qad.data.datasets import held_out_batches, training_batches
 from nemo_qad.data.prepare import PreparedData, prepare
-from nemo_qad.evaluation.metrics import HeldOut, LogitsFn, held_out
+from nemo_qad.evaluation.metrics import LogitsFn, held_out
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.models.build import build_model, logits_fn
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
@@ -132,11 +132,17 @@ class Session:
         teacher = self.logits(self.teacher)
         return [teacher(batch["tokens"]) for batch in self.validation_batches]
 
-    def validate(self, student: torch.nn.Module) -> HeldOut:
-        """Held-out KL and perplexity of the weights that would ship: unquantised ones rounded to BF16."""
+    def validate(self, student: torch.nn.Module) -> tuple[float, float]:
+        """Held-out KL (nats per token) and perplexity of the weights that would ship: BF16 or quantised.
+
+        Raises:
+            UserError: they are not finite.
+        """
         remembered = iter(self._teacher_validation_logits)
         with deployed_weights(student):
-            return held_out(self.logits(student), lambda _: next(remembered), self.validation_batches)
+            measured = held_out(self.logits(student), lambda _: next(remembered), self.validation_batches)
+        assert measured.kl is not None
+        return measured.kl, measured.perplexity
 
     def calibration_batches(self) -> Iterator[Batch]:
         calibration = self.run.calibration

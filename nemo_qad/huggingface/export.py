@@ -1,0 +1,206 @@
+"""Exports a quantised student in the "unified Hugging Face" layout that vLLM, TensorRT-LLM and SGLang read.
+
+A quantised linear ships its packed weight and scales (`quantization/student.py` lists them), everything
+else BF16, the router's bias FP32, and each attention layer `k_proj.k_scale` and `v_proj.v_scale`. An FP8
+cache stores value = e4m3 * scale. For an NVFP4 cache the scale is the calibrated global amax / (6 * 448);
+the engine makes the block scales of 16 along head_dim when it writes the cache. No scale is raised to 1.
+
+A single format is named by `quant_algo`; two are MIXED_PRECISION with a table of layers. Tensors are made
+one at a time, as the writer asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_qad.errors import UserError
+from nemo_qad.huggingface.names import Mapping, linear_names, mappings, module_tensors, to_hf
+from nemo_qad.huggingface.save import hf_config, write_folder
+from nemo_qad.quantization.calibrate import check_scales, show
+from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
+from nemo_qad.quantization.recipes import formats
+from nemo_qad.quantization.student import effective_weight, is_quantised, kv_scales, stored_linear
+from nemo_qad.schema import Format, KvFormat, ModelConfig, RecipeConfig
+
+_LAYER_CONFIGS: dict[Format, dict[str, Any]] = {
+    Format.nvfp4: {"quant_algo": "W4A16_NVFP4", "group_size": BLOCK_SIZE},
+    Format.fp8: {"quant_algo": "FP8"},
+}
+_FP8_GROUP = {"dynamic": False, "num_bits": 8, "type": "float"}
+_GROUPS: dict[Format, dict[str, Any]] = {
+    Format.nvfp4: {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}},
+    Format.fp8: {"input_activations": _FP8_GROUP, "weights": _FP8_GROUP},
+}
+_KV_ALGORITHMS = {KvFormat.none: None, KvFormat.fp8: "FP8", KvFormat.nvfp4: "NVFP4"}
+_KV_SCHEMES: dict[KvFormat, Any] = {KvFormat.fp8: _FP8_GROUP, KvFormat.nvfp4: "NVFP4"}
+
+
+def export_student(
+    module: nn.Module,
+    folder: Path,
+    model: ModelConfig,
+    recipe: RecipeConfig,
+    tokenizer_folder: Path | None,
+    max_shard_gb: float,
+) -> dict[str, Any]:
+    """Writes the checkpoint of a quantised model; `folder` is whole or absent.
+
+    Args:
+        module: the bare, quantised HybridModel, all of it in this process.
+        max_shard_gb: decimal GB of one safetensors file at most.
+
+    Returns:
+        num_tensors, bytes_tensors, bytes_export (all files), quant_algo, kv_cache_quant_algo, and the
+        number of linears in each format.
+
+    Raises:
+        UserError: part of the model is elsewhere, a scale is unusable, or a linear is not in the format
+            that the recipe gives it.
+    """
+    check_scales(module)
+    _check_formats(module, model, recipe)
+    quantization = quantization_config(model, recipe)
+    counts = Counter(linear.format.value for linear in formats(recipe, model).values())
+    facts: dict[str, Any] = {"num_tensors": 0, "bytes_tensors": 0}
+    write_folder(
+        _counted(stored_tensors(module, model), facts),
+        folder,
+        config={**hf_config(model), "quantization_config": _engine_config(quantization, model, recipe)},
+        extra_json={"hf_quant_config.json": quantization},
+        tokenizer_folder=tokenizer_folder,
+        max_shard_gb=max_shard_gb,
+    )
+    return {
+        **facts,
+        "bytes_export": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "quant_algo": quantization["quantization"]["quant_algo"],
+        "kv_cache_quant_algo": quantization["quantization"]["kv_cache_quant_algo"],
+        "num_linears": dict(counts),
+    }
+
+
+def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of everything that ships, in the order of the model."""
+    for mapping, tensor in _tensors(module, model):
+        owner, _, leaf = mapping.mcore.rpartition(".")
+        linear = module.get_submodule(owner)
+        if leaf != "weight" or not is_quantised(linear):
+            yield from to_hf(mapping, _deployed(mapping, tensor), model).items()
+            continue
+        for key, value in stored_linear(owner, linear).items():
+            parts = to_hf(mapping, value, model) if value.dim() else {name: value for name in mapping.hf}
+            for name, part in parts.items():
+                yield name.removesuffix("weight") + key, part
+    yield from _kv_scale_tensors(module, model)
+
+
+def expected_weights(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, FP32 or BF16 value the student computes with) of every tensor but the scales."""
+    for mapping, tensor in _tensors(module, model):
+        owner, _, leaf = mapping.mcore.rpartition(".")
+        linear = module.get_submodule(owner)
+        quantised = leaf == "weight" and is_quantised(linear)
+        value = effective_weight(linear) if quantised else _deployed(mapping, tensor)
+        yield from to_hf(mapping, value, model).items()
+
+
+def quantization_config(model: ModelConfig, recipe: RecipeConfig) -> dict[str, Any]:
+    """hf_quant_config.json: one format by name, several as MIXED_PRECISION with a table of layers."""
+    table = formats(recipe, model)
+    layers = {
+        hf: dict(_LAYER_CONFIGS[table[name].format])
+        for name, hf_names in linear_names(model).items()
+        for hf in hf_names
+        if table[name].format != Format.bf16
+    }
+    used = {linear.format for linear in table.values()} - {Format.bf16}
+    kv_cache = KvFormat(recipe.kv_cache) if "*" in model.hybrid_pattern else KvFormat.none
+    if len(used) > 1:
+        quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    else:
+        quantization = dict(_LAYER_CONFIGS[used.pop()]) if used else {"quant_algo": None}
+    quantization["kv_cache_quant_algo"] = _KV_ALGORITHMS[kv_cache]
+    quantization["exclude_modules"] = _excluded(model, layers)
+    return {"producer": {"name": "modelopt", "version": version("nvidia-modelopt")}, "quantization": quantization}
+
+
+def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: RecipeConfig) -> dict[str, Any]:
+    """`quantization_config` of config.json: the same facts as `config_groups`."""
+    details = quantization["quantization"]
+    table = formats(recipe, model)
+    used = sorted({linear.format for linear in table.values()} - {Format.bf16}, key=list(Format).index)
+    groups = {}
+    for index, chosen in enumerate(used):
+        names = [hf for name, hfs in linear_names(model).items() if table[name].format == chosen for hf in hfs]
+        groups[f"group_{index}"] = {**_GROUPS[chosen], "targets": sorted(names) if len(used) > 1 else ["Linear"]}
+    config: dict[str, Any] = {
+        "config_groups": groups,
+        "ignore": details["exclude_modules"],
+        "quant_algo": details["quant_algo"],
+        "producer": quantization["producer"],
+        "quant_method": "modelopt",
+    }
+    if "quantized_layers" in details:
+        config["quantized_layers"] = details["quantized_layers"]
+    if details["kv_cache_quant_algo"]:
+        config["kv_cache_scheme"] = _KV_SCHEMES[KvFormat(recipe.kv_cache)]
+    return config
+
+
+def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
+    """Modules with a weight matrix that stay BF16: unquantised linears, routers, convolutions, the MTP block."""
+    kinds = ("mixer.gate.weight", "mixer.conv1d.weight")
+    others = [
+        name.removesuffix(".weight") for mapping in mappings(model) for name in mapping.hf if name.endswith(kinds)
+    ]
+    linears = [hf for names in linear_names(model).values() for hf in names if hf not in layers]
+    return sorted({*linears, *others}) + (["mtp*"] if model.mtp_num_layers else [])
+
+
+def _tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[Mapping, Tensor]]:
+    try:
+        yield from module_tensors(module, mappings(model))
+    except KeyError as error:
+        raise UserError(
+            f"Export needs the whole model in one process, and this one lacks {error}. Set parallel=single"
+        ) from None
+
+
+def _deployed(mapping: Mapping, tensor: Tensor) -> Tensor:
+    """What is not quantised, as it ships."""
+    return tensor.detach().to(torch.float32 if mapping.is_fp32 else torch.bfloat16)
+
+
+def _kv_scale_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    for name, hf_names in linear_names(model).items():
+        if not name.endswith("self_attention.linear_qkv"):
+            continue
+        scales = kv_scales(module.get_submodule(name.removesuffix("linear_qkv") + "core_attention"))
+        for which, scale in zip("kv", scales or (), strict=False):
+            owner = next(hf for hf in hf_names if hf.endswith(f"{which}_proj"))
+            yield f"{owner}.{which}_scale", scale
+
+
+def _check_formats(module: nn.Module, model: ModelConfig, recipe: RecipeConfig) -> None:
+    """The configuration is written from the recipe, the tensors from the model: they must agree."""
+    wrong = [
+        name
+        for name, linear in formats(recipe, model).items()
+        if is_quantised(module.get_submodule(name)) != (linear.format != Format.bf16)
+    ]
+    if wrong:
+        raise UserError(f"recipe.name={recipe.name} and the model disagree about {show(wrong)}")
+
+
+def _counted(tensors: Iterator[tuple[str, Tensor]], facts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        facts["num_tensors"] += 1
+        facts["bytes_tensors"] += tensor.numel() * tensor.element_size()
+        yield name, tensor

@@ -1,0 +1,239 @@
+"""Write a Hugging Face checkpoint folder: complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nemo_qad.errors import UserError
+from nemo_qad.huggingface.names import mappings, module_tensors, to_hf
+from nemo_qad.schema import ModelConfig
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def architecture_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that decide what the weights compute."""
+    attention, mamba, moe = model.attention, model.mamba, model.moe
+    fields: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": model.hybrid_pattern,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "tie_word_embeddings": model.tied_output,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_query_groups,
+        "head_dim": attention.head_dim,
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.head_dim,
+        "n_groups": mamba.num_groups,
+        "ssm_state_size": mamba.state_dim,
+        "conv_kernel": mamba.conv_kernel,
+        "mlp_hidden_act": "relu2",
+    }
+    if "E" in model.hybrid_pattern:
+        fields |= {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
+            "routed_scaling_factor": moe.routed_scaling_factor,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        }
+    return fields
+
+
+def hf_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json of the model.
+
+    Layers are given as `hybrid_override_pattern`, which transformers, vLLM and TensorRT-LLM all read. The
+    token identifiers are null: the tokenizer's files name them.
+    """
+    return architecture_fields(model) | {
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": len(model.hybrid_pattern),
+        "intermediate_size": model.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "norm_eps": model.layernorm_epsilon,
+        "initializer_range": model.init_std,
+        "chunk_size": model.mamba.chunk_size,
+        "expand": 2,  # not used: mamba_num_heads x mamba_head_dim is the inner width
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "mlp_bias": False,
+        "residual_in_fp32": False,
+        "rescale_prenorm_residual": False,
+        "time_step_min": 0.001,
+        "time_step_max": 0.1,
+        "time_step_floor": 1e-4,
+        "mamba_ssm_cache_dtype": "float32",
+        "num_logits_to_keep": 1,
+        "use_cache": "*" in model.hybrid_pattern,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def save_bf16(
+    module: torch.nn.Module,
+    folder: Path,
+    model: ModelConfig,
+    tokenizer_folder: Path | None,
+    max_shard_gb: float,
+) -> None:
+    """Write the model's weights in BF16 (the router's expert bias in FP32), replacing `folder`."""
+    write_folder(
+        hf_tensors(module, model),
+        folder,
+        config=hf_config(model),
+        extra_json={},
+        tokenizer_folder=tokenizer_folder,
+        max_shard_gb=max_shard_gb,
+    )
+
+
+def hf_tensors(module: torch.nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors as they ship in BF16: Hugging Face name, tensor."""
+    for mapping, tensor in module_tensors(module, mappings(model)):
+        dtype = torch.float32 if mapping.is_fp32 else torch.bfloat16
+        yield from to_hf(mapping, tensor.detach().to(dtype), model).items()
+
+
+def write_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    extra_json: dict[str, dict[str, Any]],
+    tokenizer_folder: Path | None,
+    max_shard_gb: float,
+) -> None:
+    """Stream `tensors` into safetensors shards beside config.json and the tokenizer, then put the folder in place.
+
+    Everything is written in a temporary folder beside `folder`, flushed to the disk, and renamed: a reader
+    sees the old folder or the new one. Memory: one shard.
+
+    Args:
+        extra_json: file name -> content of further JSON files.
+        max_shard_gb: largest shard in 10^9 bytes; a larger tensor gets a shard of its own.
+
+    Raises:
+        UserError: the tokenizer folder lacks tokenizer.json, or the disk refuses.
+    """
+    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_shards(tensors, partial, int(max_shard_gb * 1e9))
+        for name, content in {"config.json": config, **extra_json}.items():
+            _write_json(partial / name, content)
+        if tokenizer_folder is not None:
+            _copy_tokenizer(tokenizer_folder, partial)
+        _put_in_place(partial, folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}. Free some space or choose another folder.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
+    shards: list[list[str]] = []
+    seen: set[str] = set()
+    total = 0
+    for shard in _shards(tensors, max_bytes):
+        if seen & shard.keys():
+            raise ValueError(f"tensors given twice: {sorted(seen & shard.keys())}")
+        seen |= shard.keys()
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shards.append(list(shard))
+        save_file(shard, folder / _partial_name(len(shards)), metadata={"format": "pt"})
+    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    for number, name in enumerate(names, start=1):
+        _flush(folder / _partial_name(number))
+        (folder / _partial_name(number)).rename(folder / name)
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        if name in shard:
+            raise ValueError(f"tensor given twice: {name}")
+        # A copy: safetensors refuses views that share storage, such as the parts of a fused projection.
+        shard[name] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _partial_name(number: int) -> str:
+    return f"shard-{number}"
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    _flush(path)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    if not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} holds no tokenizer.json: give the folder of the model's tokenizer")
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+            _flush(target / name)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Rename; an older folder steps aside first, since a rename does not replace a folder with content."""
+    _flush(partial)
+    old = folder.parent / f".{folder.name}.replaced-{os.getpid()}"
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""Build the hybrid model, and read its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from nemo_qad import runtime
+from nemo_qad.errors import ConfigError, UserError
+from nemo_qad.models import transformer_engine
+from nemo_qad.models.vocabulary import padded_vocab_size
+from nemo_qad.schema import ModelConfig, ParallelConfig, Precision
+
+LogitsFn = Callable[[Tensor], Tensor]
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, the activation of every MLP of Nemotron-H."""
+    return F.relu(x).square()
+
+
+def build_model(model: ModelConfig, parallel: ParallelConfig, *, sequence_length: int) -> HybridModel:
+    """A HybridModel with fresh parameters on `runtime.device()`, without its multi-token-prediction blocks.
+
+    Needs `runtime.process_groups`. Train or eval mode is left to the caller. Parameters have the dtype of
+    `model.precision`; A_log, D and expert_bias stay FP32.
+
+    Raises:
+        UserError: a parallel layout that the model cannot have.
+    """
+    if parallel.context > 1:
+        raise UserError(f"parallel.context={parallel.context} is not supported yet. Use parallel.context=1.")
+    config = transformer_config(model, parallel)
+    module = HybridModel(
+        config,
+        _stack_spec(model),
+        vocab_size=padded_vocab_size(model, parallel.tensor),
+        max_sequence_length=sequence_length,
+        hybrid_layer_pattern=stage_pattern(model.hybrid_pattern, parallel.pipeline),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tied_output,
+        position_embedding_type="none",
+    )
+    return module.to(runtime.device())
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron-Core's configuration of `model`. Losses are sums over tokens, divided once by their count."""
+    dtype = torch.bfloat16 if model.precision == Precision.bf16 else torch.float32
+    fused = transformer_engine.available()
+    return TransformerConfig(
+        num_layers=len(model.hybrid_pattern),
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.attention.num_heads,
+        num_query_groups=model.attention.num_query_groups,
+        kv_channels=model.attention.head_dim,
+        mamba_num_heads=model.mamba.num_heads,
+        mamba_head_dim=model.mamba.head_dim,
+        mamba_num_groups=model.mamba.num_groups,
+        mamba_state_dim=model.mamba.state_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.layernorm_epsilon,
+        init_method_std=model.init_std,
+        activation_func=squared_relu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.precision == Precision.bf16,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.tensor > 1,
+        recompute_granularity="full" if parallel.recompute else None,
+        recompute_method="uniform" if parallel.recompute else None,
+        recompute_num_layers=1 if parallel.recompute else None,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **_moe_settings(model, grouped=fused),
+    )
+
+
+def _moe_settings(model: ModelConfig, *, grouped: bool) -> dict:
+    """Router and experts. The auxiliary loss and the expert bias act in training alone."""
+    if "E" not in model.hybrid_pattern:
+        return {}
+    return {
+        "num_moe_experts": model.moe.num_experts,
+        "moe_router_topk": model.moe.top_k,
+        "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe.shared_expert_ffn_hidden_size,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": model.moe.bias_update_rate,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe.aux_loss_coeff,
+        "moe_router_topk_scaling_factor": model.moe.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": grouped,
+        "moe_permute_fusion": False,
+    }
+
+
+def stage_pattern(pattern: str, stages: int) -> str:
+    """The layer pattern with `|` between pipeline stages, as even as can be: 52 layers in 8 stages are 7, 7, 7, 7, 6...
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if stages > len(pattern):
+        raise ConfigError("parallel.pipeline", stages, f"the model has {len(pattern)} layers", "Use fewer stages.")
+    short, longer = divmod(len(pattern), stages)
+    sizes = [short + (stage < longer) for stage in range(stages)]
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return "|".join(pattern[start : start + size] for start, size in zip(starts, sizes, strict=True))
+
+
+def _stack_spec(model: ModelConfig):  # type: ignore[no-untyped-def]
+    if transformer_engine.available():
+        return transformer_engine.transformer_engine_spec(model)
+    from nemo_qad.models.hybrid import torch_spec
+
+    return torch_spec(model)
+
+
+def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+    """tokens int64 [B, S] -> logits [B, S, padded vocabulary] in the model's dtype, with gradients if they are on."""
+    return module(tokens_BS, None, None, runtime_gather_output=True)
+
+
+def logits_fn(module: torch.nn.Module, vocab_size: int) -> LogitsFn:
+    """A function tokens int64 [B, S] -> logits FP32 [B, S, vocab_size], without gradients, in eval mode.
+
+    The module's train or eval mode is restored after each call.
+    """
+
+    def logits(tokens_BS: Tensor) -> Tensor:
+        training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                return forward_logits(module, tokens_BS)[..., :vocab_size].float()
+        finally:
+            module.train(training)
+
+    return logits
