@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1234", help="numbers, separated by commas")
     parser.add_argument("--cold", action="store_true", help="an empty cache for every run")
     parser.add_argument("--keep", action="store_true", help="keep the run folders and say where they are")
-    parser.add_argument("overrides", nargs="*", help="more of the configuration, such as +experiment=quick")
+    parser.add_argument("overrides", nargs="*", help="more of the configuration, such as experiment=quick")
     arguments = parser.parse_args()
     arguments.recipe = [name for name in arguments.recipe.split(",") if name]
     try:

@@ -224,4 +224,4 @@ def _task(name: str, chance: float, questions: list[Question], sequence_length: 
             labels[n, c, : len(text) - 1] = text[1:]
             mask[n, c, len(question.prompt) - 1 : len(text) - 1] = True
     correct = torch.tensor([question.correct for question in questions])
-    return Task(name, chance, len(questions[0].choices) > 1, tokens, labels, mask, correct)
+    return Task(name, chance, name == "next_line", tokens, labels, mask, correct)

@@ -54,7 +54,7 @@ def _measure(session: Session, module: torch.nn.Module, tasks: list[Task], bar: 
     bar.advance(tokens=measured.num_tokens)
     scores = {"next_token_accuracy": measured.accuracy}
     for task in tasks:
-        scores[task.name] = float(score(task, logits, size).mean())
+        scores[task.name] = float(score(task, logits, size).float().mean())
         bar.advance()
     return {
         "held_out_kl": measured.kl,

@@ -45,7 +45,7 @@ def test_every_source_and_yaml_is_inside(wheel: Path) -> None:
 def test_it_runs_from_another_folder(wheel: Path, tmp_path: Path, arguments: list[str]) -> None:
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
-    program = "import nemo_qad, sys; print(nemo_qad.__file__); from nemo_qad.train import main; sys.exit(main())"
+    program = "import sys; from nemo_qad import __file__, train; print(__file__); sys.exit(train.main())"
     result = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=tmp_path,

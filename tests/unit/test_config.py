@@ -172,7 +172,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["model.vocab_size=100"], ["model.vocab_size=100", "512"]),
     (["model.hidden_size=120"], ["model.hidden_size=120", "nvfp4", "multiple of 16"]),
     (["model.moe.ffn_hidden_size=100"], ["model.moe.ffn_hidden_size=100", "routed_experts=bf16"]),
-    (["model.moe.shared_expert_ffn_hidden_size=8"], ["shared_expert_ffn_hidden_size=8", "shared_experts=bf16"]),
+    (["model.moe.shared_expert_ffn_hidden_size=8"], ["_ffn_hidden_size=8", "shared_experts=bf16"]),
     (["model.mamba.head_dim=31"], ["model.mamba.head_dim=31", "recipe.mamba=bf16"]),
     (["model.tied_output=true"], ["recipe.output_layer=nvfp4", "recipe.output_layer=bf16"]),
     (["recipe.kv_cache=nvfp4", "model.attention.head_dim=24"], ["head_dim=24", "recipe.kv_cache=fp8"]),
@@ -187,7 +187,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["parallel.nodes=4", "parallel.tensor=4"], ["parallel.tensor=4", "model.mamba.num_groups (2)", "1, 2"]),
     (["parallel.nodes=3", "parallel.pipeline=3"], ["parallel.pipeline=3", "hybrid_pattern (5)", "1, 5"]),
     (["parallel.nodes=3", "parallel.expert=3"], ["parallel.expert=3", "1, 2, 4, 8"]),
-    (["parallel.nodes=2", "parallel.context=2", "qad.sequence_length=126"], ["sequence_length=126", "Give 128"]),
+    (["parallel.nodes=2", "parallel.context=2", "qad.sequence_length=126"], ["length=126", "Give 128"]),
     (["-m", "qad.steps=5,20"], ["qad.warmup_steps=10", "qad.steps=5"]),
     (["-m", "recipe=max,mxe"], ["recipe=mxe", "Choices"]),
     (["-m", "seed=1,1"], ["run_dir=", "two jobs"]),
@@ -197,7 +197,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("overrides", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
 def test_each_mistake_has_its_message(
-    overrides: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def started(command: command_line.Command) -> int:
         raise AssertionError("the mistake was not noticed")
@@ -327,7 +330,8 @@ def test_statuses_of_a_single_run(
 
 def test_sequence_multiple() -> None:
     single = config.compose(["+recipe=max"]).parallel
-    for (context, tensor), multiple in {(1, 1): 1, (1, 4): 4, (2, 4): 8, (4, 2): 8, (4, 3): 24, (8, 8): 64}.items():
+    expected = {(1, 1): 1, (1, 4): 4, (2, 4): 8, (4, 2): 8, (4, 3): 24, (8, 8): 64}
+    for (context, tensor), multiple in expected.items():
         assert sequence_multiple(replace(single, context=context, tensor=tensor)) == multiple
 
 

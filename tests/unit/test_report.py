@@ -170,7 +170,10 @@ def test_pictures_are_the_same_bytes_twice_and_show_other_numbers_otherwise(tmp_
 
 def test_a_failed_write_leaves_the_old_report_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
-    replace_text(path, "old")
+    replace_text(path, "older")
+    with path.open(encoding="utf-8") as reader:
+        replace_text(path, "old")
+        assert reader.read() == "older"  # who reads while it is replaced sees a whole file
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
