@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@python=$$(PYTHON='$(PYTHON)' .ci/find_python) || exit 1; \
 	if [ ! -f $(READY) ] || ! $(BIN)/python -c '' 2>/dev/null; then \
 	    echo "Making $(VENV) with $$python and installing PyTorch, Megatron-Core and ModelOpt:"; \
-	    echo "about 3 minutes and 6 GB the first time, once."; \
+	    echo "6 GB and 3 to 8 minutes the first time, by network and disk."; \
 	    rm -rf $(VENV) && "$$python" -m venv $(VENV) || exit 1; \
 	else \
 	    echo "Dependencies changed: bringing $(VENV) up to date."; \

@@ -23,6 +23,7 @@ WORDS = (
 )
 # fmt: on
 QUESTION_SHARE = 8  # one prompt in this many is kept for questions
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 OPENERS = tuple(CLOSERS)
 
@@ -61,22 +62,22 @@ class GeneratedTask:
 
 
 def _copy(rng: random.Random) -> Example:
-    words = " ".join(rng.choices(WORDS, k=rng.randint(4, 10)))
+    words = " ".join(rng.choices(WORDS, k=rng.randint(2, 5)))
     return Example(f"copy: {words} =>", f" {words}")
 
 
 def _lookup(rng: random.Random) -> Example:
-    keys = rng.sample(WORDS, rng.randint(4, 8))
-    values = rng.choices(WORDS, k=len(keys))
-    lines = " ;".join(f" {key} = {value}" for key, value in zip(keys, values, strict=True))
+    keys = rng.sample(WORDS[:8], 3)
+    values = rng.choices(WORDS[8:], k=len(keys))
+    pairs = " ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
     asked = rng.randrange(len(keys))
-    return Example(f"lookup:{lines} => {keys[asked]} =", f" {values[asked]}")
+    return Example(f"lookup: {pairs} => {keys[asked]}", f" {values[asked]}")
 
 
 def _brackets(rng: random.Random) -> Example:
     text: list[str] = []
     stack: list[str] = []
-    for _ in range(rng.randint(6, 14)):
+    for _ in range(rng.randint(4, 10)):
         if stack and rng.random() < 0.35:
             text.append(CLOSERS[stack.pop()])
         else:
@@ -89,30 +90,37 @@ def _brackets(rng: random.Random) -> Example:
 
 
 def _pattern(rng: random.Random) -> Example:
-    period = rng.randint(2, 6)
+    period = rng.randint(2, 3)
     words = rng.sample(WORDS, period)
-    shown = rng.randint(period + 2, 3 * period)
+    shown = rng.randint(2 * period, 3 * period)
     text = [words[i % period] for i in range(shown + period)]
     return Example(f"go on: {' '.join(text[:shown])} =>", "".join(f" {word}" for word in text[shown:]))
 
 
 def _sort(rng: random.Random) -> Example:
-    words = rng.sample(WORDS, rng.randint(3, 6))
-    return Example(f"sort: {' '.join(words)} =>", "".join(f" {word}" for word in sorted(words)))
+    numbers = rng.sample(range(10), 3)
+    return Example(f"sort: {' '.join(map(str, numbers))} =>", "".join(f" {n}" for n in sorted(numbers)))
 
 
-def _reverse(rng: random.Random) -> Example:
-    words = rng.sample(WORDS, rng.randint(3, 6))
-    return Example(f"reverse: {' '.join(words)} =>", "".join(f" {word}" for word in reversed(words)))
+def _sum(rng: random.Random) -> Example:
+    numbers = [rng.randrange(10) for _ in range(4)]
+    a, b, c, d = numbers
+    return Example(f"sum: {a} + {b} = {a + b} ; {c} + {d} =", f" {c + d}")
+
+
+def _after(rng: random.Random) -> Example:
+    letters = rng.sample(LETTERS[:-1], 3)
+    return Example(f"after: {' '.join(letters)} =>", "".join(f" {LETTERS[LETTERS.index(x) + 1]}" for x in letters))
 
 
 TASKS = (
     GeneratedTask("copy", 0.0, _copy),
-    GeneratedTask("lookup", 0.17, _lookup),
+    GeneratedTask("lookup", 0.33, _lookup),
     GeneratedTask("brackets", 0.0, _brackets),
     GeneratedTask("pattern", 0.0, _pattern),
     GeneratedTask("sort", 0.0, _sort),
-    GeneratedTask("reverse", 0.0, _reverse),
+    GeneratedTask("sum", 0.07, _sum),
+    GeneratedTask("after", 0.0, _after),
 )
 
 

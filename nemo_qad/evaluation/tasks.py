@@ -1,9 +1,10 @@
 """Tasks that a small model can be scored on: two about real text, and the generated ones.
 
-next_line     which of four lines of held-out code follows: one that does, three of the same indentation
-              from elsewhere. Judged by mean log-likelihood a token. Chance 1/4.
-intact_line   which of four versions of a held-out line has its words in order: the line, or one of three in
-              which two neighbouring words have changed places. Judged by summed log-likelihood. Chance 1/4.
+real_line     which of four versions of a held-out line is the real one; in each of the others one word is
+              replaced by a word from elsewhere in the held-out text. Chance 1/4.
+intact_line   which of four versions of a held-out line has its words in order; in each of the others two
+              neighbouring words have changed places. Chance 1/4.
+              Both show a few tokens of what comes before, and choose by summed log-likelihood.
 generated     the one right answer, every token of it the model's first choice given the right tokens before
               it. That equals greedy decoding: up to the first mistake both see the same tokens.
 
@@ -29,10 +30,8 @@ from nemo_qad.errors import ConfigError, UserError
 LogitsFn = Callable[[Tensor], Tensor]  # tokens int64 [B, S] -> logits float32 [B, S, V]
 
 NUM_CHOICES = 4
-CONTEXT_LINES = 6  # lines before the line in question, of which
-MAX_CONTEXT = 40  # the last tokens are shown
-MIN_LINE, MAX_LINE = 4, 24  # tokens of a line in question
-MIN_WORDS = 4  # of a line whose words are to change places
+MAX_CONTEXT = 12  # tokens shown of the line before the one in question
+MAX_LINE = 20  # tokens of a version of a line, so that a question fits into 32
 GRANULE = 16  # sequences are padded to a multiple of this
 
 
@@ -50,13 +49,13 @@ class Task:
     """Questions as tensors.
 
     `tokens`, `labels` int64 [N, C, S]; `mask` bool [N, C, S], where labels belong to a choice; `correct`
-    int64 [N]. C = 1: exact match; C > 1: the choice of the highest log-likelihood, a token's mean if
-    `normalised`. `chance`: the expected score of a guess.
+    int64 [N]. C = 1: exact match; C > 1: the choice of the highest log-likelihood. `chance`: the expected
+    score of a guess. `rows_a_sample`: how many rows make about as many tokens as one evaluation sample.
     """
 
     name: str
     chance: float
-    normalised: bool
+    rows_a_sample: int
     tokens: Tensor
     labels: Tensor
     mask: Tensor
@@ -67,6 +66,7 @@ class Task:
 def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
     """Which questions are answered right, bool [N] on the CPU.
 
+    `micro_batch_size` counts evaluation samples; short rows are put together to make as many tokens.
     A tie between choices, or logits that are not numbers, count as wrong.
     """
     num_questions, num_choices, length = task.tokens.shape
@@ -74,8 +74,9 @@ def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
     labels_MS = task.labels.reshape(-1, length)
     mask_MS = task.mask.reshape(-1, length)
     results = []
-    for start in range(0, len(tokens_MS), micro_batch_size):
-        part = slice(start, start + micro_batch_size)
+    num_rows = micro_batch_size * task.rows_a_sample
+    for start in range(0, len(tokens_MS), num_rows):
+        part = slice(start, start + num_rows)
         mask_BS = mask_MS[part]
         labels_N = labels_MS[part][mask_BS]
         logits_BSV = logits_fn(tokens_MS[part])
@@ -89,8 +90,6 @@ def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
     totals_NC = torch.cat(results).reshape(num_questions, num_choices)
     if num_choices == 1:
         return totals_NC[:, 0] == 0
-    if task.normalised:
-        totals_NC = totals_NC / task.mask.sum(dim=-1)
     right_N = totals_NC.gather(1, task.correct[:, None])[:, 0]
     others_NC = totals_NC.scatter(1, task.correct[:, None], -torch.inf)
     return right_N > others_NC.max(dim=1).values
@@ -134,68 +133,60 @@ def line_questions(
         bpe.decode([t for t in document.tolist() if t not in special]).splitlines()
         for document in indexed.check(prepared.held_out_prefix).documents()
     ]
-    pool = _LinePool(bpe, documents)
+    pool = sorted({word for lines in documents for line in lines for word in line.split() if _is_word(word)})
     rng = random.Random(f"lines-{seed}")
     places = [(lines, i) for lines in documents for i in range(1, len(lines)) if lines[i - 1].strip()]
     rng.shuffle(places)
-    makers = {"next_line": pool.others, "intact_line": _swapped_words}
-    made: dict[str, dict[str, Question]] = {name: {} for name in makers}
+    made: dict[str, dict[str, Question]] = {"real_line": {}, "intact_line": {}}
     for lines, number in places:
-        line = lines[number]
-        if not MIN_LINE <= pool.length.get(line, 0) <= MAX_LINE:
-            continue
-        prompt = start + _ids(bpe, "\n".join(lines[max(0, number - CONTEXT_LINES) : number]))[-MAX_CONTEXT:]
-        for name, wrong_versions in makers.items():
-            if len(made[name]) >= num_questions or line in made[name]:
+        line = lines[number].rstrip()
+        wrong_versions = {"real_line": _replaced_words(line, pool, rng), "intact_line": _swapped_words(line, rng)}
+        for name, wrong in wrong_versions.items():
+            if len(wrong) < NUM_CHOICES - 1 or len(made[name]) >= num_questions or line in made[name]:
                 continue
-            wrong = wrong_versions(line, rng)
-            if len(wrong) == NUM_CHOICES - 1:
-                correct = rng.randrange(NUM_CHOICES)
-                versions = [*wrong[:correct], line, *wrong[correct:]]
-                # The line break belongs to the choice: so the prompt's tokens are the same for all of them.
-                choices = [_ids(bpe, f"\n{version}") for version in versions]
+            prompt = start + _ids(bpe, lines[number - 1])[-MAX_CONTEXT:]
+            correct = rng.randrange(NUM_CHOICES)
+            # The line break belongs to the choice: so the prompt's tokens are the same for all of them.
+            choices = [_ids(bpe, f"\n{version}") for version in [*wrong[:correct], line, *wrong[correct:]]]
+            if max(map(len, choices)) <= MAX_LINE:
                 made[name][line] = Question(prompt, choices, correct)
         if all(len(questions) >= num_questions for questions in made.values()):
             break
     return {name: list(questions.values()) for name, questions in made.items()}
 
 
-class _LinePool:
-    """Distinct lines of the held-out text by indentation and length, to draw wrong answers from."""
-
-    def __init__(self, bpe: Tokenizer, documents: list[list[str]]) -> None:
-        lines = sorted({line for document in documents for line in document if line.strip()})
-        encodings = bpe.encode_batch([f"\n{line}" for line in lines], add_special_tokens=False)
-        self.length = {line: len(e.ids) for line, e in zip(lines, encodings, strict=True)}
-        self.alike: dict[tuple[int, int], list[str]] = {}
-        for line, length in self.length.items():
-            self.alike.setdefault((_indentation(line), length), []).append(line)
-
-    def others(self, line: str, rng: random.Random) -> list[str]:
-        """Other lines of the same indentation, within one token of the same length; fewer if there are few."""
-        found: list[str] = []
-        for length in range(self.length[line] - 1, self.length[line] + 2):
-            found += self.alike.get((_indentation(line), length), [])
-        found = [other for other in found if other != line]
-        return rng.sample(found, min(NUM_CHOICES - 1, len(found)))
+def _is_word(text: str) -> bool:
+    return len(text) > 1 and any(character.isalpha() for character in text)
 
 
-def _indentation(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def _words(line: str) -> tuple[list[str], list[int]]:
+    """The line cut at white space, white space kept, and which of the parts are words or signs."""
+    parts = re.split(r"(\s+)", line)
+    return parts, [i for i, part in enumerate(parts) if part and not part.isspace()]
+
+
+def _replaced_words(line: str, pool: list[str], rng: random.Random) -> list[str]:
+    """Versions of the line with one word each replaced by one from the pool; none if there are few words."""
+    parts, places = _words(line)
+    places = [place for place in places if _is_word(parts[place])]
+    if len(places) < NUM_CHOICES - 1:
+        return []
+    versions = []
+    for place in rng.sample(places, NUM_CHOICES - 1):
+        word = rng.choice(pool)
+        versions.append("".join([*parts[:place], word, *parts[place + 1 :]]))
+    return versions if len({line, *versions}) == NUM_CHOICES else []
 
 
 def _swapped_words(line: str, rng: random.Random) -> list[str]:
     """Versions of the line in which two neighbouring words have changed places; fewer if there are few."""
-    parts = re.split(r"(\s+)", line.rstrip())
-    words = [i for i, part in enumerate(parts) if part and not part.isspace()]
-    if len(words) < MIN_WORDS:
-        return []
+    parts, places = _words(line)
     versions = set()
-    for left, right in itertools.pairwise(words):
+    for left, right in itertools.pairwise(places):
         swapped = list(parts)
         swapped[left], swapped[right] = parts[right], parts[left]
         versions.add("".join(swapped))
-    versions.discard(line.rstrip())
+    versions.discard(line)
     return rng.sample(sorted(versions), min(NUM_CHOICES - 1, len(versions)))
 
 
@@ -224,4 +215,4 @@ def _task(name: str, chance: float, questions: list[Question], sequence_length: 
             labels[n, c, : len(text) - 1] = text[1:]
             mask[n, c, len(question.prompt) - 1 : len(text) - 1] = True
     correct = torch.tensor([question.correct for question in questions])
-    return Task(name, chance, name == "next_line", tokens, labels, mask, correct)
+    return Task(name, chance, sequence_length // length, tokens, labels, mask, correct)

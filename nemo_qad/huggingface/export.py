@@ -95,7 +95,7 @@ def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str,
             yield from to_hf(mapping, _deployed(mapping, tensor), model).items()
             continue
         for key, value in stored_linear(owner, linear).items():
-            parts = to_hf(mapping, value, model) if value.dim() else {name: value for name in mapping.hf}
+            parts = to_hf(mapping, value, model) if value.dim() else dict.fromkeys(mapping.hf, value)
             for name, part in parts.items():
                 yield name.removesuffix("weight") + key, part
     yield from _kv_scale_tensors(module, model)
@@ -128,7 +128,10 @@ def quantization_config(model: ModelConfig, recipe: RecipeConfig) -> dict[str, A
         quantization = dict(_LAYER_CONFIGS[used.pop()]) if used else {"quant_algo": None}
     quantization["kv_cache_quant_algo"] = _KV_ALGORITHMS[kv_cache]
     quantization["exclude_modules"] = _excluded(model, layers)
-    return {"producer": {"name": "modelopt", "version": version("nvidia-modelopt")}, "quantization": quantization}
+    return {
+        "producer": {"name": "modelopt", "version": version("nvidia-modelopt")},
+        "quantization": quantization,
+    }
 
 
 def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: RecipeConfig) -> dict[str, Any]:
@@ -138,8 +141,13 @@ def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: Rec
     used = sorted({linear.format for linear in table.values()} - {Format.bf16}, key=list(Format).index)
     groups = {}
     for index, chosen in enumerate(used):
-        names = [hf for name, hfs in linear_names(model).items() if table[name].format == chosen for hf in hfs]
-        groups[f"group_{index}"] = {**_GROUPS[chosen], "targets": sorted(names) if len(used) > 1 else ["Linear"]}
+        names = [
+            hf for name, hfs in linear_names(model).items() if table[name].format == chosen for hf in hfs
+        ]
+        groups[f"group_{index}"] = {
+            **_GROUPS[chosen],
+            "targets": sorted(names) if len(used) > 1 else ["Linear"],
+        }
     config: dict[str, Any] = {
         "config_groups": groups,
         "ignore": details["exclude_modules"],
@@ -155,10 +163,13 @@ def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: Rec
 
 
 def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
-    """Modules with a weight matrix that stay BF16: unquantised linears, routers, convolutions, the MTP block."""
+    """Modules with a matrix that stay BF16: unquantised linears, routers, convolutions, the MTP block."""
     kinds = ("mixer.gate.weight", "mixer.conv1d.weight")
     others = [
-        name.removesuffix(".weight") for mapping in mappings(model) for name in mapping.hf if name.endswith(kinds)
+        name.removesuffix(".weight")
+        for mapping in mappings(model)
+        for name in mapping.hf
+        if name.endswith(kinds)
     ]
     linears = [hf for names in linear_names(model).values() for hf in names if hf not in layers]
     return sorted({*linears, *others}) + (["mtp*"] if model.mtp_num_layers else [])

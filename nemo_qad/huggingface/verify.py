@@ -80,7 +80,9 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Tensor]]) -> dict[
         if wrong:
             problems.append(f"{name}: {wrong}")
         compared += tensor.numel()
-    problems += [f"{name}: not a tensor of the model" for name in entries if not _is_scale(name) and name not in names]
+    problems += [
+        f"{name}: not a tensor of the model" for name in entries if not _is_scale(name) and name not in names
+    ]
     _stop(folder, problems)
     formats = [entry.dtype for name, entry in entries.items() if name.endswith(".weight")]
     return {
@@ -137,7 +139,9 @@ def _read_header(file: Path) -> Iterator[tuple[str, Entry]]:
         if dtype not in _DTYPES:
             raise UserError(f"{file}: {name} has dtype {dtype}, which this checkpoint format does not use")
         if last - first != int(np.prod(shape, dtype=np.int64)) * np.dtype(_DTYPES[dtype]).itemsize:
-            raise UserError(f"{file}: {name} has {last - first} bytes, which its shape {shape} does not explain")
+            raise UserError(
+                f"{file}: {name} has {last - first} bytes, which its shape {shape} does not explain"
+            )
         if 8 + length + last > size:
             raise UserError(f"{file}: truncated, {name} ends beyond its {size} bytes")
         yield name, Entry(file, dtype, shape, 8 + length + first)
@@ -149,7 +153,9 @@ def _quantisation(folder: Path) -> dict[str, Any]:
         plan = json.loads((folder / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
         other = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: config.json or hf_quant_config.json is missing or damaged ({error!r})") from None
+        raise UserError(
+            f"{folder}: config.json or hf_quant_config.json is missing or damaged ({error!r})"
+        ) from None
     for key, other_key in (("quant_algo",) * 2, ("quantized_layers",) * 2, ("exclude_modules", "ignore")):
         if plan.get(key) != other.get(other_key):
             raise UserError(f"{folder}: hf_quant_config.json {key} and config.json {other_key} differ")
@@ -157,29 +163,37 @@ def _quantisation(folder: Path) -> dict[str, Any]:
 
 
 def _layout_problems(entries: dict[str, Entry], plan: dict[str, Any]) -> Iterator[str]:
-    """Each linear is quantised or excluded; its scales are there with the dtypes and shapes of its format."""
-    layers = plan.get("quantized_layers")
+    """Each linear is quantised as the configuration says, or excluded: never both, never neither."""
     for name, entry in entries.items():
         if not name.endswith(".weight") or len(entry.shape) < 2 or name == EMBEDDINGS:
             continue
         module = name.removesuffix(".weight")
         excluded = any(fnmatchcase(module, glob) for glob in plan["exclude_modules"])
-        algorithm = _ALGORITHMS.get(entry.dtype)
-        said = (layers or {}).get(module, {}).get("quant_algo") if layers is not None else (
-            None if excluded else plan["quant_algo"]
-        )
-        if said != algorithm:
-            yield f"{name}: stored as {algorithm or entry.dtype}, but the configuration says {said or 'unquantised'}"
-        if excluded == (algorithm is not None):
+        if "quantized_layers" in plan:
+            said = plan["quantized_layers"].get(module, {}).get("quant_algo")
+        else:
+            said = None if excluded else plan["quant_algo"]
+        stored = _ALGORITHMS.get(entry.dtype)
+        if said != stored:
+            yield f"{name}: stored as {stored or entry.dtype}, the configuration says {said or 'unquantised'}"
+        if excluded == (stored is not None):
             yield f"{name}: {'quantised and excluded' if excluded else 'neither quantised nor excluded'}"
-        for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
-            dtype, found = _SCALES.get(entry.dtype, {}).get(suffix), entries.get(f"{module}.{suffix}")
-            if dtype is None and found:
+        yield from _companion_problems(entries, module, entry)
+
+
+def _companion_problems(entries: dict[str, Entry], module: str, weight: Entry) -> Iterator[str]:
+    """A weight has the scales of its format, of the right dtype and shape, and no others."""
+    for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
+        found, dtype = entries.get(f"{module}.{suffix}"), _SCALES.get(weight.dtype, {}).get(suffix)
+        if dtype is None:
+            if found:
                 yield f"{module}.{suffix}: a scale without use"
-            elif dtype and (found is None or found.dtype != dtype or found.shape != _scale_shape(entry, dtype)):
-                yield f"{module}.{suffix}: missing" if found is None else (
-                    f"{module}.{suffix}: {found.dtype} {found.shape}, not {dtype} {_scale_shape(entry, dtype)}"
-                )
+            continue
+        shape = _scale_shape(weight, dtype)
+        if found is None:
+            yield f"{module}.{suffix}: missing"
+        elif (found.dtype, found.shape) != (dtype, shape):
+            yield f"{module}.{suffix}: {found.dtype} {found.shape}, not {dtype} {shape}"
 
 
 def _scale_shape(weight: Entry, dtype: str) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def choose_four_over_six(module: nn.Module) -> None:
     """Folds the four-over-six choice into the block amax of every static NVFP4 weight quantizer."""
     for name, quantizer in modelopt.enabled_quantizers(module):
         if name.endswith(_WEIGHT) and quantizer.is_nvfp4_static:
-            weight = module.get_submodule(name.removesuffix(_WEIGHT)).weight.detach()
+            weight = module.get_parameter(name.removesuffix(_WEIGHT) + ".weight").detach()
             amax = nvfp4.four_over_six_amax(weight, quantizer.global_amax)
             quantizer.amax = amax.view(quantizer.amax.shape)
 
@@ -91,20 +91,22 @@ def check_structure(module: nn.Module, table: dict[str, LinearFormat]) -> None:
     present = dict(module.named_modules())
     missing = [name for name in table if name not in present]
     if missing:
-        raise UserError(f"Linears of the model that are not in it: {show(missing)}. Pass the bare, whole model")
+        raise UserError(
+            f"Linears of the model that are not in it: {show(missing)}. Pass the bare, whole model"
+        )
     split = [n for n in table if getattr(getattr(present[n], "tp_group", None), "size", lambda: 1)() > 1]
     if split:
         raise UserError(
-            f"Quantisation over tensor-parallel ranks is not supported: scales of {show(split)} would be those "
-            "of a shard. Set parallel.tensor=1"
+            "Quantisation over tensor-parallel ranks is not supported: a rank would make the scales of its "
+            f"own shard of {show(split)}. Set parallel.tensor=1"
         )
-    odd = [
-        f"{name} ({present[name].weight.shape[-1]})"
-        for name, linear in table.items()
-        if linear.format == Format.nvfp4 and present[name].weight.shape[-1] % nvfp4.BLOCK_SIZE
-    ]
+    blocked = [name for name, linear in table.items() if linear.format == Format.nvfp4]
+    widths = {name: module.get_parameter(f"{name}.weight").shape[-1] for name in blocked}
+    odd = [f"{name} ({width})" for name, width in widths.items() if width % nvfp4.BLOCK_SIZE]
     if odd:
-        raise UserError(f"NVFP4 blocks of {nvfp4.BLOCK_SIZE} do not divide the inputs of {show(odd)}. Choose fp8 or bf16")
+        raise UserError(
+            f"Blocks of {nvfp4.BLOCK_SIZE} do not divide the inputs of {show(odd)}. Choose fp8 or bf16"
+        )
 
 
 def check_coverage(
@@ -130,10 +132,16 @@ def check_coverage(
     for key in wanted.values():
         matched[key] = matched.get(key, 0) + 1
     rows = tuple(
-        CoverageRow(row.part, row.format, row.kind, row.count, matched.get((row.part, row.format, row.kind), 0))
+        CoverageRow(
+            row.part, row.format, row.kind, row.count, matched.get((row.part, row.format, row.kind), 0)
+        )
         for row in expected
     )
-    short = [f"{row.part} {row.kind}: {row.matched} of {row.expected}" for row in rows if row.matched != row.expected]
+    short = [
+        f"{row.part} {row.kind}: {row.matched} of {row.expected}"
+        for row in rows
+        if row.matched != row.expected
+    ]
     if short:
         raise UserError(f"recipe.name={recipe.name} covers the model in part only: {show(short)}")
     return Coverage(rows)
@@ -194,8 +202,9 @@ def _format_of(quantizer: Any) -> tuple[str, str, str] | str:
 
 def _scale_problem(module: nn.Module, name: str, quantizer: Any) -> str | None:
     """What is wrong with the amax that the stored scales come from, or None."""
+    amax: Tensor | None
     if name.endswith(_WEIGHT) and quantizer.is_nvfp4_dynamic:
-        amax = module.get_submodule(name.removesuffix(_WEIGHT)).weight.detach().abs().amax()
+        amax = module.get_parameter(name.removesuffix(_WEIGHT) + ".weight").detach().abs().amax()
     elif quantizer.is_nvfp4_static:
         if not torch.isfinite(quantizer.amax).all():
             return "block amax is NaN or infinite"

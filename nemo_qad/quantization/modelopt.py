@@ -53,7 +53,9 @@ class _StaticNvfp4(Function):
         pass_through_bwd: bool = False,
     ) -> Tensor:
         if not quantize_block_scales:
-            raise ValueError("NVFP4 with block scales that are not E4M3 is not supported: it has no stored form")
+            raise ValueError(
+                "NVFP4 with block scales that are not E4M3 is not supported: it has no stored form"
+            )
         tensor_quant._save_for_backward_if_needed(ctx, pass_through_bwd, x, amax)
         outer = amax.amax() if global_amax is None else global_amax
         return nvfp4.fake_quantize(x, amax, outer, scale_max).to(out_dtype or x.dtype)
@@ -79,9 +81,7 @@ class _PerTensorFp8(Function):
 def _dynamic_op(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Stands for `dynamic_block_quantize_op`, called inside ModelOpt's own autograd function."""
 
-    def dynamic_block_quantize_op(
-        inputs: Tensor, block_size: int, amax: Tensor, *formats: int
-    ) -> Tensor:
+    def dynamic_block_quantize_op(inputs: Tensor, block_size: int, amax: Tensor, *formats: int) -> Tensor:
         if formats != _NVFP4_DYNAMIC or block_size != nvfp4.BLOCK_SIZE or amax is None:
             return original(inputs, block_size, amax, *formats)
         blocks = nvfp4.block_amax(inputs)
@@ -95,8 +95,8 @@ def _scaled_e4m3(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         inputs: Tensor,
         amax: Tensor | None,
         bias: Tensor | None,
-        E: int,  # noqa: N803
-        M: int,  # noqa: N803
+        E: int,
+        M: int,
         trt_high_precision_dtype: str | None = None,
         pass_through_bwd: bool = False,
     ) -> Tensor:
@@ -122,7 +122,7 @@ class _QuantCoreAttention(QuantModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key, value = self.k_bmm_quantizer(key), self.v_bmm_quantizer(value)
-        return super().forward(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().forward(query, key, value, *args, **kwargs)
 
     def modelopt_post_restore(self, prefix: str = "") -> None:
         """Nothing to reshape: both scales are scalars at any tensor-parallel size."""

@@ -69,9 +69,7 @@ def block_scale(amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) 
     return scale.clamp_(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def fake_quantize(
-    tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX
-) -> Tensor:
+def fake_quantize(tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
     """Values that the packed bytes of `tensor` decode to.
 
     Args:

@@ -157,12 +157,14 @@ def check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
 
     Widths and choices that need no table of names are refused earlier, when the configuration is loaded.
     """
-    kept = {WeightScales.static: QadScales.frozen, WeightScales.dynamic: QadScales.dynamic}[recipe.weight_scales]
+    kept = {WeightScales.static: QadScales.frozen, WeightScales.dynamic: QadScales.dynamic}[
+        recipe.weight_scales
+    ]
     if recipe.qad_scales != kept or (kept == QadScales.dynamic and recipe.scale_search != ScaleSearch.max):
         raise ConfigError(
             "recipe.weight_scales",
             recipe.weight_scales,
-            f"does not go with recipe.qad_scales={recipe.qad_scales} and recipe.scale_search={recipe.scale_search}: "
+            f"does not go with qad_scales={recipe.qad_scales} and scale_search={recipe.scale_search}: "
             "static scales are searched once and kept in QAD, dynamic ones always follow the weights",
             "Use static with frozen and any search, or dynamic with dynamic and max",
         )
@@ -176,7 +178,9 @@ def check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
                 f"Names look like {', '.join(list(table)[:3])}",
             )
     if recipe.kv_cache == KvFormat.none and all(linear.format == Format.bf16 for linear in table.values()):
-        raise ConfigError("recipe.name", recipe.name, "quantises nothing in this model", "Give a part a format")
+        raise ConfigError(
+            "recipe.name", recipe.name, "quantises nothing in this model", "Give a part a format"
+        )
 
 
 def _check_counts(counts: dict[tuple[str, Format], int], model: ModelConfig) -> None:
@@ -197,7 +201,9 @@ def _linear_entries(glob: str, chosen: Format, recipe: RecipeConfig) -> list[dic
     if chosen == Format.bf16:
         return [{"quantizer_name": weight, "enable": False}, {"quantizer_name": inputs, "enable": False}]
     if chosen == Format.fp8:
-        return [{"quantizer_name": name, "cfg": {"num_bits": (4, 3), "axis": None}} for name in (weight, inputs)]
+        return [
+            {"quantizer_name": name, "cfg": {"num_bits": (4, 3), "axis": None}} for name in (weight, inputs)
+        ]
     return [
         {"quantizer_name": weight, "cfg": _nvfp4_weight_cfg(recipe)},
         {"quantizer_name": inputs, "enable": False},
@@ -207,7 +213,11 @@ def _linear_entries(glob: str, chosen: Format, recipe: RecipeConfig) -> list[dic
 def _nvfp4_weight_cfg(recipe: RecipeConfig) -> dict[str, Any]:
     """Static: amax buffers from calibration. Dynamic: no buffer, block scales and global scale follow the
     weights at each forward, since a frozen global scale would clip blocks that outgrow it."""
-    blocks: dict[Any, Any] = {-1: BLOCK_SIZE, "type": WeightScales(recipe.weight_scales).value, "scale_bits": (4, 3)}
+    blocks: dict[Any, Any] = {
+        -1: BLOCK_SIZE,
+        "type": WeightScales(recipe.weight_scales).value,
+        "scale_bits": (4, 3),
+    }
     if recipe.scale_search == ScaleSearch.four_over_six:
         blocks["four_over_six"] = True
     cfg: dict[str, Any] = {"num_bits": (2, 1), "block_sizes": blocks}

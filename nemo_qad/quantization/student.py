@@ -53,7 +53,9 @@ def restore_quantizers(
     _check_names(state, expected)
     device = next(module.parameters()).device
     for name, quantizer in modelopt.enabled_quantizers(module):
-        values = {b: state[f"{name}.{b}"].to(device) for b in (_AMAX, _GLOBAL_AMAX) if f"{name}.{b}" in expected}
+        values = {
+            b: state[f"{name}.{b}"].to(device) for b in (_AMAX, _GLOBAL_AMAX) if f"{name}.{b}" in expected
+        }
         if _GLOBAL_AMAX in values:
             modelopt.set_static_scales(quantizer, values[_AMAX], values[_GLOBAL_AMAX])
         elif _AMAX in values:
@@ -84,7 +86,7 @@ def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
     return {
         "weight": fp8.encode(weight, scale),
         "weight_scale": scale,
-        "input_scale": fp8.scale_of(linear.input_quantizer.amax),  # type: ignore[union-attr, arg-type]
+        "input_scale": fp8.scale_of(linear.input_quantizer.amax),  # type: ignore[arg-type]
     }
 
 
@@ -142,7 +144,11 @@ def _unquantised_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.modules():
         quantised = is_quantised(child)
         for name, parameter in child.named_parameters(recurse=False):
-            if parameter.is_floating_point() and id(parameter) not in seen and not (quantised and name == "weight"):
+            if (
+                parameter.is_floating_point()
+                and id(parameter) not in seen
+                and not (quantised and name == "weight")
+            ):
                 seen.add(id(parameter))
                 yield parameter
 
@@ -150,7 +156,7 @@ def _unquantised_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def _quantised_weight(module_name: str, linear: nn.Module) -> tuple[Tensor, Any]:
     if not is_quantised(linear):
         raise UserError(f"{module_name} is not quantised: the recipe keeps it in BF16")
-    return linear.weight.detach(), linear.weight_quantizer  # type: ignore[operator, return-value]
+    return linear.get_parameter("weight").detach(), linear.weight_quantizer
 
 
 def _nvfp4_scales(quantizer: Any, weight: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -166,7 +172,7 @@ def _expected_shapes(module: nn.Module) -> dict[str, int]:
     expected: dict[str, int] = {}
     for name, quantizer in modelopt.enabled_quantizers(module):
         if quantizer.is_nvfp4_static:
-            weight = module.get_submodule(name.rpartition(".")[0]).weight
+            weight = module.get_parameter(f"{name.rpartition('.')[0]}.weight")
             expected[f"{name}.{_AMAX}"] = weight.numel() // nvfp4.BLOCK_SIZE
             expected[f"{name}.{_GLOBAL_AMAX}"] = 1
         elif not (quantizer.is_nvfp4_dynamic and name.endswith("weight_quantizer")):
@@ -184,5 +190,7 @@ def _check_names(state: dict[str, Tensor], expected: dict[str, int]) -> None:
     ]
     for problem, names in (("lack", missing), ("hold, against the recipe,", extra), ("misshape", misshapen)):
         if names:
-            raise UserError(f"The saved quantizer scales {problem} {show(names)}. They belong to another recipe "
-                            "or model, or are damaged: run the ptq stage again")
+            raise UserError(
+                f"The saved quantizer scales {problem} {show(names)}. They belong to another recipe "
+                "or model, or are damaged: run the ptq stage again"
+            )

@@ -51,7 +51,9 @@ def read(folder: Path) -> dict[str, Tensor]:
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 
 
-def export(module: nn.Module, folder: Path, recipe: str, model: Any = MODEL, **changes: Any) -> dict[str, Any]:
+def export(
+    module: nn.Module, folder: Path, recipe: str, model: Any = MODEL, **changes: Any
+) -> dict[str, Any]:
     return export_student(module, folder, model, load_recipe(recipe, **changes), None, 5.0)
 
 
@@ -107,7 +109,10 @@ def test_layout_of_a_mixed_checkpoint(tmp_path: Path) -> None:
     kv_scales = [name for name in tensors if name.endswith(("k_scale", "v_scale"))]
     assert kv_scales == ["backbone.layers.2.mixer.k_proj.k_scale", "backbone.layers.2.mixer.v_proj.v_scale"]
     attention: Any = module.get_submodule("decoder.layers.2.self_attention.core_attention")
-    assert torch.equal(tensors[kv_scales[1]], attention.v_bmm_quantizer.amax / 448) and tensors[kv_scales[1]] < 0.5
+    assert (
+        torch.equal(tensors[kv_scales[1]], attention.v_bmm_quantizer.amax / 448)
+        and tensors[kv_scales[1]] < 0.5
+    )
 
 
 def test_configuration_of_a_mixed_checkpoint(tmp_path: Path) -> None:
@@ -154,7 +159,9 @@ def test_quantised_attention_is_split_by_rows(tmp_path: Path) -> None:
     assert len({tensors[f"{prefix}.{p}_proj.weight_scale_2"].item() for p in "qkv"}) == 1
     name = "decoder.layers.2.self_attention.linear_qkv"
     fused = stored_linear(name, module.get_submodule(name))["weight"]
-    assert torch.equal(tensors[f"{prefix}.k_proj.weight"][:16], fused[32:48])  # group 0: 32 query rows, 16 key rows
+    assert torch.equal(
+        tensors[f"{prefix}.k_proj.weight"][:16], fused[32:48]
+    )  # group 0: 32 query rows, 16 key rows
 
 
 def test_shards_and_bf16_model(tmp_path: Path) -> None:
@@ -175,6 +182,8 @@ def test_blocks_of_zeros_ship_positive_scales(tmp_path: Path) -> None:
     assert (scales[:7] == 2.0**-9).all() and MIN_GLOBAL_AMAX > 0
 
 
+QUERY = "backbone.layers.2.mixer.q_proj"
+FP8_LINEAR = "backbone.layers.0.mixer.in_proj"
 LINEAR = "backbone.layers.1.mixer.experts.2.down_proj"
 
 
@@ -222,19 +231,22 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
         (scale_byte(0x81), rf"{LINEAR}.weight_scale: a scale that is zero, negative"),
         (global_scale(float("inf")), rf"{LINEAR}.weight_scale_2: a scale that is zero, negative, NaN or inf"),
         (lambda t: t.pop("backbone.layers.2.mixer.k_proj.k_scale"), "k_proj.k_scale: missing"),
-        (lambda t: t.pop("backbone.layers.0.mixer.in_proj.input_scale"), "in_proj.input_scale: missing"),
-        (lambda t: t.update({f"{LINEAR}.input_scale": torch.ones(())}), "down_proj.input_scale: a scale without use"),
+        (lambda t: t.pop(f"{FP8_LINEAR}.input_scale"), "in_proj.input_scale: missing"),
+        (lambda t: t.update({f"{LINEAR}.input_scale": torch.ones(())}), "input_scale: a scale without use"),
         (lambda t: t.update({"stray.bias": torch.ones(3)}), "stray.bias: not a tensor of the model"),
         (
             lambda t: t.update({f"{LINEAR}.weight": torch.zeros(64, 48, dtype=torch.bfloat16)}),
-            rf"{LINEAR}.weight: stored as BF16, but the configuration says W4A16_NVFP4",
+            rf"{LINEAR}.weight: stored as BF16, the configuration says W4A16_NVFP4",
         ),
         (lambda t: t["backbone.layers.0.mixer.A_log"].mul_(1.5), "A_log: 4 of 4 values differ"),
-        (lambda t: t["backbone.layers.0.mixer.in_proj.weight"].view(torch.uint8)[0, 0].fill_(0x7F), "NaN bytes"),
+        (lambda t: t[f"{FP8_LINEAR}.weight"].view(torch.uint8)[0, 0].fill_(0x7F), "in_proj.weight: holds"),
     ],
 )  # fmt: skip
 def test_damage_is_named(
-    damage: Callable[[dict[str, Tensor]], object], message: str, good: tuple[Path, dict[str, Tensor]], tmp_path: Path
+    damage: Callable[[dict[str, Tensor]], object],
+    message: str,
+    good: tuple[Path, dict[str, Tensor]],
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "export"
     shutil.copytree(good[0], folder)
@@ -249,9 +261,9 @@ def test_damage_is_named(
     ("edit", "message"),
     [
         (lambda q: q["exclude_modules"].append(LINEAR), rf"{LINEAR}.weight: quantised and excluded"),
-        (lambda q: q["exclude_modules"].remove("backbone.layers.2.mixer.q_proj"), "q_proj.weight: neither quantised nor"),
-        (lambda q: q["quantized_layers"].pop(LINEAR), rf"{LINEAR}.weight: stored as W4A16_NVFP4, .* says unquantised"),
-        (lambda q: q.update(kv_cache_quant_algo=None), "k_scale: there, though the KV cache is not quantised"),
+        (lambda q: q["exclude_modules"].remove(QUERY), "q_proj.weight: neither quantised nor"),
+        (lambda q: q["quantized_layers"].pop(LINEAR), rf"{LINEAR}.weight: stored as .* says unquantised"),
+        (lambda q: q.update(kv_cache_quant_algo=None), "k_scale: there, though the KV cache is not"),
     ],
 )  # fmt: skip
 def test_configuration_that_lies_is_named(
@@ -271,23 +283,25 @@ def test_configuration_that_lies_is_named(
         verify_folder(folder, good[1].items())
 
 
-def test_configurations_that_differ_and_truncated_files(good: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_configurations_that_differ_and_truncated_files(
+    good: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
     folder = tmp_path / "export"
     shutil.copytree(good[0], folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(UserError, match="model.safetensors: truncated, .* ends beyond"):
+    with pytest.raises(UserError, match=r"model.safetensors: truncated, .* ends beyond"):
         verify_folder(folder, good[1].items())
     shutil.copyfile(good[0] / "model.safetensors", weights)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["ignore"] = []
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="exclude_modules and config.json ignore differ"):
+    with pytest.raises(UserError, match=r"exclude_modules and config.json ignore differ"):
         verify_folder(folder, good[1].items())
 
 
 def test_recipe_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="disagree about decoder.layers.2.self_attention.linear_qkv"):
+    with pytest.raises(UserError, match=r"disagree about decoder.layers.2.self_attention.linear_qkv"):
         export(quantised("four_over_six"), tmp_path / "export", "four_over_six", attention=Format.nvfp4)
     assert not (tmp_path / "export").exists()
 

@@ -129,7 +129,9 @@ def test_kv_cache_is_quantised_in_the_forward(kv_format: KvFormat) -> None:
     module = quantised("four_over_six", kv_cache=kv_format, **dict.fromkeys(parts, Format.bf16))
     attention: Any = module.get_submodule("decoder.layers.2.self_attention.core_attention")
     seen: dict[str, torch.Tensor] = {}
-    attention.k_bmm_quantizer.register_forward_hook(lambda _, args, out: seen.update(before=args[0], after=out))
+    attention.k_bmm_quantizer.register_forward_hook(
+        lambda _, args, out: seen.update(before=args[0], after=out)
+    )
     assert not torch.equal(logits(module), logits(build(MODEL)))
     amax = attention.k_bmm_quantizer.amax
     if kv_format == KvFormat.fp8:
@@ -153,26 +155,37 @@ def test_every_parameter_gets_a_gradient() -> None:
     module = quantised("four_over_six_nvfp4_kv")
     tokens = torch.cat([batch["tokens"] for batch in batches(MODEL, 8)])
     forward_logits(module, tokens).float().square().mean().backward()
-    assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert [
+        name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()
+    ] == []
 
 
 def test_deployed_weights_round_what_is_not_quantised() -> None:
     module = quantised("four_over_six")
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     biases = {name: b.clone() for name, b in module.named_buffers()}
-    head = "output_layer.weight"
-    with pytest.raises(RuntimeError), deployed_weights(module):
-        for name, parameter in module.named_parameters():
-            quantised_weight = name.endswith(".weight") and is_quantised(
-                module.get_submodule(name.removesuffix(".weight"))
-            )
-            expected = before[name] if quantised_weight else before[name].bfloat16().float()
-            assert torch.equal(parameter, expected), name
-        assert torch.equal(dict(module.named_parameters())[head], before[head])
-        raise RuntimeError
+    linears = formats(load_recipe("four_over_six"), MODEL)
+    kept = {f"{name}.weight" for name, fields in linears.items() if fields.format != Format.bf16}
+    with deployed_weights(module):
+        inside = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for name, value in inside.items():
+        assert torch.equal(value, before[name] if name in kept else before[name].bfloat16().float()), name
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert all(torch.equal(b, biases[name]) for name, b in module.named_buffers())
-    assert any(not torch.equal(t, t.bfloat16().float()) for t in before.values())
+    assert any(not torch.equal(inside[name], before[name]) for name in before)
+
+
+def test_deployed_weights_are_restored_after_an_error() -> None:
+    module = quantised("four_over_six")
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def fail() -> None:
+        with deployed_weights(module):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
 def test_bf16_model() -> None:
@@ -201,7 +214,7 @@ def test_zero_weight_is_named() -> None:
 def test_nan_weight_is_named() -> None:
     module: Any = quantised("four_over_six")
     module.output_layer.weight.data[3, 5] = float("nan")
-    with pytest.raises(UserError, match="output_layer.weight holds NaN"):
+    with pytest.raises(UserError, match=r"output_layer.weight holds NaN"):
         stored_linear("output_layer", module.output_layer)
 
 
@@ -220,12 +233,16 @@ def test_rule_without_effect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*args: Any) -> Any:
         plan = original(*args)
         for entry in plan.quant_cfg:
-            name = entry["quantizer_name"].replace("decoder.layers.*.mixer.out_proj", "decoder.*.mixer.proj_out")
+            name = entry["quantizer_name"].replace(
+                "decoder.layers.*.mixer.out_proj", "decoder.*.mixer.proj_out"
+            )
             entry["quantizer_name"] = name
         return plan
 
     monkeypatch.setattr(calibrate, "rules", damaged)
-    with pytest.raises(UserError, match=r"leaves out decoder.layers.0.mixer.out_proj.weight_quantizer, decoder.layers.3"):
+    with pytest.raises(
+        UserError, match=r"leaves out decoder.layers.0.mixer.out_proj.weight_quantizer, decoder.layers.3"
+    ):
         quantize(build(MODEL), load_recipe("max"), MODEL, batches(MODEL))
 
 
@@ -239,12 +256,14 @@ def test_rule_that_catches_too_much_is_named(monkeypatch: pytest.MonkeyPatch) ->
         return plan
 
     monkeypatch.setattr(calibrate, "rules", greedy)
-    with pytest.raises(UserError, match="quantises decoder.layers.2.self_attention.linear_qkv.weight_quantizer"):
+    with pytest.raises(
+        UserError, match=r"quantises decoder.layers.2.self_attention.linear_qkv.weight_quantizer"
+    ):
         quantize(build(MODEL), load_recipe("max"), MODEL, batches(MODEL))
 
 
 def test_no_calibration_batches() -> None:
-    with pytest.raises(UserError, match="calibration.num_samples"):
+    with pytest.raises(UserError, match=r"calibration.num_samples"):
         quantize(build(MODEL), load_recipe("max"), MODEL, [])
 
 
@@ -255,10 +274,16 @@ def test_damaged_saved_scales_are_named() -> None:
     outer = "output_layer.weight_quantizer._global_amax"
     cases = [
         ({k: v for k, v in state.items() if k != key}, f"lack {key}"),
-        ({**state, "output_layer.input_quantizer._amax": torch.ones(())}, "hold, against the recipe, output_layer.input"),
+        (
+            {**state, "output_layer.input_quantizer._amax": torch.ones(())},
+            "hold, against the recipe, output_layer.input",
+        ),
         ({**state, key: state[key][:-1]}, rf"misshape {key} \(1023 values, not 1024\)"),
         ({**state, outer: torch.zeros(())}, r"output_layer.weight_quantizer \(zero\)"),
-        ({**state, key: state[key] * float("inf")}, r"output_layer.weight_quantizer \(block amax is NaN or inf"),
+        (
+            {**state, key: state[key] * float("inf")},
+            r"output_layer.weight_quantizer \(block amax is NaN or inf",
+        ),
     ]
     for damaged, message in cases:
         with pytest.raises(UserError, match=message):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-import modelopt.torch.quantization as mtq
 import pytest
 import torch
 from modelopt.torch.quantization.nn import QuantModuleRegistry
@@ -19,7 +18,9 @@ STATIC = {-1: 16, "type": "static", "scale_bits": (4, 3)}
 DYNAMIC = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
 
 
-def quantised(weight_cfg: dict[str, Any], input_cfg: dict[str, Any] | None = None, algorithm: Any = "max") -> Any:
+def quantised(
+    weight_cfg: dict[str, Any], input_cfg: dict[str, Any] | None = None, algorithm: Any = "max"
+) -> Any:
     torch.manual_seed(5)
     layer = nn.Sequential(nn.Linear(64, 48, bias=False))
     rules: list[dict[str, Any]] = [
@@ -42,7 +43,9 @@ def raw_weight(layer: Any) -> Tensor:
 
 
 def test_pinned_version() -> None:
-    assert version("nvidia-modelopt") == "0.47.0", "read quantization/modelopt.py again, then change this test"
+    assert version("nvidia-modelopt") == "0.47.0", (
+        "read quantization/modelopt.py again, then change this test"
+    )
 
 
 @pytest.mark.parametrize("four_over_six", [False, True])
@@ -117,7 +120,9 @@ def test_four_over_six_equals_modelopts_own_search() -> None:
 
 
 def test_sweep_finds_the_best_e4m3_scale_of_each_block() -> None:
-    layer = quantised({"num_bits": (2, 1), "block_sizes": STATIC}, algorithm={"method": "mse", "fp8_scale_sweep": True})
+    layer = quantised(
+        {"num_bits": (2, 1), "block_sizes": STATIC}, algorithm={"method": "mse", "fp8_scale_sweep": True}
+    )
     weight, quantizer = raw_weight(layer), layer[0].weight_quantizer
     outer = quantizer.global_amax
 

@@ -156,7 +156,7 @@ def test_leading_dimensions_are_kept_and_odd_widths_refused() -> None:
     tensor = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
     flat = nvfp4.fake_quantize_dynamic(tensor.view(6, 32))
     assert torch.equal(nvfp4.fake_quantize_dynamic(tensor), flat.view(2, 3, 32))
-    with pytest.raises(ValueError, match="multiples of 16, not 24"):
+    with pytest.raises(ValueError, match=r"multiples of 16, not 24"):
         nvfp4.fake_quantize_dynamic(torch.zeros(2, 24))
 
 

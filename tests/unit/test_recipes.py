@@ -12,7 +12,16 @@ import pytest
 from nemo_qad.config import compose
 from nemo_qad.errors import ConfigError
 from nemo_qad.quantization.recipes import Expected, Rules, expected_coverage, formats, part_counts, rules
-from nemo_qad.schema import ExtraRule, Format, KvFormat, ModelConfig, QadScales, RecipeConfig, ScaleSearch, WeightScales
+from nemo_qad.schema import (
+    ExtraRule,
+    Format,
+    KvFormat,
+    ModelConfig,
+    QadScales,
+    RecipeConfig,
+    ScaleSearch,
+    WeightScales,
+)
 
 NANO = "nemotron_3_nano_30b_a3b"
 RECIPES = ("max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release")
@@ -104,7 +113,7 @@ def test_extra_rules_override_a_part(tiny: ModelConfig) -> None:
 
 def test_extra_rule_that_matches_nothing_is_named(tiny: ModelConfig) -> None:
     extra = [ExtraRule("language_model.decoder.*", Format.bf16)]
-    with pytest.raises(ConfigError, match=r"extra_rules\[0\].modules=language_model.decoder.\*: matches no linear"):
+    with pytest.raises(ConfigError, match=r"extra_rules\[0\].modules=language_model.*: matches no"):
         rules(recipe("max", extra_rules=extra), tiny)
 
 
@@ -117,12 +126,12 @@ def test_extra_rule_that_matches_nothing_is_named(tiny: ModelConfig) -> None:
     ],
 )
 def test_scales_that_do_not_go_together_are_refused(changes: dict[str, Any], tiny: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match="recipe.weight_scales="):
+    with pytest.raises(ConfigError, match=r"recipe.weight_scales="):
         rules(recipe("max", **changes), tiny)
 
 
 def test_recipe_without_effect_is_refused(tiny: ModelConfig) -> None:
     parts = ("routed_experts", "shared_experts", "mamba", "dense_mlp", "output_layer")
     nothing = recipe("max", kv_cache=KvFormat.none, **dict.fromkeys(parts, Format.bf16))
-    with pytest.raises(ConfigError, match="quantises nothing"):
+    with pytest.raises(ConfigError, match=r"quantises nothing"):
         rules(nothing, tiny)
