@@ -41,7 +41,8 @@ class Loop:
         self, description: str, total: int, start: int, bar: Progress | None, console: Console
     ) -> None:
         self._description, self._total, self._start, self._done = description, total, start, start
-        self._tokens, self._began = 0, time.monotonic()
+        self._began = self._now = time.monotonic()
+        self._tokens, self._token_seconds = 0, 0.0
         self._bar, self._console = bar, console
         self._task: TaskID | None = None
         if bar is not None:
@@ -50,8 +51,10 @@ class Loop:
     def advance(self, steps: int = 1, *, tokens: int = 0, **values: float) -> None:
         """Counts `steps` more; `tokens`: tokens they took; `values`: numbers to show, such as loss or kl."""
         before, self._done = self._done, self._done + steps
-        self._tokens += tokens
-        note = self._note(values)
+        last, self._now = self._now, time.monotonic()
+        if tokens:
+            self._tokens, self._token_seconds = self._tokens + tokens, self._token_seconds + self._now - last
+        note = self._note(values, show_rate=tokens > 0)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, note=note)
         elif self._is_due(before):
@@ -63,13 +66,13 @@ class Loop:
         total = max(1, self._total)
         return self._done * LINES_PER_LOOP // total > before * LINES_PER_LOOP // total
 
-    def _note(self, values: Mapping[str, float]) -> str:
+    def _note(self, values: Mapping[str, float], *, show_rate: bool) -> str:
         shown = [
             f"{SHORT.get(name, name)} {significant(v)}" for name, v in values.items() if not math.isnan(v)
         ]
-        elapsed, steps = time.monotonic() - self._began, self._done - self._start
-        if self._tokens and elapsed > 0:
-            shown.append(f"{self._tokens / elapsed:,.0f} tok/s")
+        elapsed, steps = self._now - self._began, self._done - self._start
+        if show_rate and self._token_seconds > 0:
+            shown.append(f"{self._tokens / self._token_seconds:,.0f} tok/s")
         if steps > 0 and self._done < self._total:
             shown.append(f"{clock(elapsed / steps * (self._total - self._done))} left")
         elif self._done >= self._total:
@@ -83,7 +86,8 @@ def progress(
 ) -> Iterator[Loop]:
     """Shows the progress of a loop from `start` to `total` steps; yields what to call `advance` on.
 
-    Time left and tokens per second are means since the loop was entered.
+    Time left rests on the mean time of a step since the loop was entered, tokens per second on the steps
+    that said how many tokens they took.
     """
     console = console or _console()
     if not console.is_terminal:
@@ -107,7 +111,10 @@ def coverage_table(rows: Sequence[Mapping[str, Any]], *, console: Console | None
     for name in ("expected", "quantized"):
         table.add_column(name, justify="right")
     for row in rows:
-        cells = [_cell(row.get(key)) for key in ("part", "kind", "format", "expected", "matched")]
+        cells = [
+            DASH if row.get(key) is None else str(row[key]).replace("_", " ")
+            for key in ("part", "kind", "format", "expected", "matched")
+        ]
         table.add_row(*cells, style="" if row.get("expected") == row.get("matched") else "bold red")
     (console or _console()).print(table)
 
@@ -119,6 +126,11 @@ def final_table(run_dir: Path, *, console: Console | None = None) -> None:
     if results.scores("bf16"):
         console.print()
         console.print(_result_table(results))
+        excluded = recovery.excluded if (recovery := results.recovery("ptq")) else {}
+        if excluded:
+            console.print(
+                Text("-: left out of the recovery, BF16 itself scores no better than chance there.")
+            )
     verdict = band_line(results)
     if verdict:
         console.print(Text(verdict))
@@ -165,10 +177,6 @@ def _result_table(results: Results) -> Table:
         numbers = [results.number("evaluate", f"models.{model}.{key}") for model in MODELS]
         table.add_row(name, *(significant(number) for number in numbers), "", "")
     return table
-
-
-def _cell(value: object) -> str:
-    return DASH if value is None else str(value)
 
 
 def _console() -> Console:

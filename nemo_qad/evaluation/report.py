@@ -197,8 +197,8 @@ def _accuracy_notes(results: Results, recovery: Recovery | None) -> list[str]:
             + ". Table and plot rest on different held-out text: the plot's chose the weights."
         )
     if recovery is not None:
-        for task, reason in recovery.excluded.items():
-            notes.append(f"Left out of the median and the minimum: {task} ({reason}).")
+        reasons = "; ".join(f"{task} ({reason})" for task, reason in recovery.excluded.items())
+        notes += [f"Left out of the median and the minimum: {reasons}."] if reasons else []
     questions = results.number("evaluate", "num_questions")
     if questions:
         error = 100 * math.sqrt(0.25 / questions)

@@ -55,6 +55,16 @@ def test_loops_that_are_short_resumed_or_empty(plain, total, start, expected):
 
 
 @pytest.mark.usefixtures("ticking")
+def test_rate_rests_on_the_steps_that_took_tokens(plain):
+    with screen.progress("evaluate", 4, console=plain) as bar:
+        for tokens in (1000, 0, 0, 2000):
+            bar.advance(tokens=tokens)
+    first, second, _, last = _text(plain).splitlines()
+    assert first == "evaluate 1/4  4,000 tok/s  0:01 left" and "tok/s" not in second
+    assert last == "evaluate 4/4  6,000 tok/s  took 0:01"
+
+
+@pytest.mark.usefixtures("ticking")
 def test_loop_on_a_terminal_is_one_bar_that_fits():
     terminal = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
     with screen.progress("teacher", 1200, 600, console=terminal) as bar:
@@ -77,6 +87,7 @@ def test_final_table_fits_80_columns_and_ends_with_one_line(tmp_path, plain):
     assert cells["recovery, median"] == ["", "", "", "96.0 %", "99.5 %"]
     assert cells["copy"] == ["90.0 %", "86.4 %", "89.5 %", "96.0 %", "99.5 %"]
     assert cells["held-out KL to BF16"][:3] == ["0", "0.00800", "0.00200"]
+    assert "-: left out of the recovery" in _text(plain)
     assert "QAD took away 75 % of the damage" in _text(plain)
     assert _text(plain).isascii()
 
