@@ -57,12 +57,10 @@ def export_student(
         max_shard_gb: decimal GB of one safetensors file at most.
 
     Returns:
-        num_tensors, bytes_tensors, bytes_export (all files), quant_algo, kv_cache_quant_algo, and the
-        number of linears in each format.
+        num_tensors, bytes_tensors, bytes_export (all files), the two algorithms, linears in each format.
 
     Raises:
-        UserError: part of the model is elsewhere, a scale is unusable, or a linear is not in the format
-            that the recipe gives it.
+        UserError: part of the model is elsewhere, a scale is unusable, or recipe and model disagree.
     """
     check_scales(module)
     _check_formats(module, model, recipe)
