@@ -95,7 +95,7 @@ def _disable_compilation() -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].config.disable = True  # type: ignore[attr-defined]
+        sys.modules["torch._dynamo"].config.disable = True
 
 
 class _Event:

@@ -181,6 +181,13 @@ def _check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
             "recipe.weight_scales=dynamic leaves nothing to freeze",
             "Give recipe.weight_scales=static or recipe.qad_scales=dynamic.",
         )
+    if recipe.qad_scales is QadScales.dynamic and recipe.weight_scales is WeightScales.static:
+        raise ConfigError(
+            "recipe.qad_scales",
+            recipe.qad_scales,
+            "recipe.weight_scales=static keeps the scales of calibration",
+            "Give recipe.qad_scales=frozen or recipe.weight_scales=dynamic.",
+        )
     if model.tied_output and recipe.output_layer is not Format.bf16:
         raise ConfigError(
             "recipe.output_layer",

@@ -66,7 +66,7 @@ def load(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is missing: put the tokenizer.json of the tokenizer that made the data there.")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001, the tokenizers library raises bare Exception
+    except Exception as error:
         raise UserError(f"{path} is not a tokenizer of the tokenizers library ({error}): copy it again.") from None
 
 

@@ -135,7 +135,9 @@ def _check_parallel_sizes(module: torch.nn.Module) -> None:
     for field in ("tensor", "pipeline", "expert"):
         size = getattr(config, f"{field}_model_parallel_size")
         if size > 1:
-            raise UserError(f"parallel.{field}={size} is not supported yet when reading a Hugging Face checkpoint: use 1")
+            raise UserError(
+                f"parallel.{field}={size} is not supported yet when reading a Hugging Face checkpoint: use 1"
+            )
 
 
 def _check_names_and_shapes(source: SafetensorsFolder, model: ModelConfig) -> None:

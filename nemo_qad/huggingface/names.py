@@ -8,7 +8,8 @@ The multi-token-prediction blocks (`mtp.*`) are not part of the table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping as MappingOf
+from collections.abc import Iterator
+from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,17 +68,13 @@ def mappings(model: ModelConfig) -> list[Mapping]:
     """Every tensor of the model, parameters and the router's bias, in the order of the layers."""
     vocabulary = (model.vocab_size, model.hidden_size)
     table = [
-        _single(
-            "embedding.word_embeddings.weight", "backbone.embeddings.weight", vocabulary, kind=Kind.vocabulary
-        )
+        _single("embedding.word_embeddings.weight", "backbone.embeddings.weight", vocabulary, kind=Kind.vocabulary)
     ]
     for index, layer_type in enumerate(model.hybrid_pattern):
         table += _LAYERS[layer_type](model, f"decoder.layers.{index}", f"backbone.layers.{index}")
     table.append(_norm("decoder.final_norm.weight", "backbone.norm_f.weight", model.hidden_size))
     if not model.tied_output:
-        table.append(
-            _single("output_layer.weight", "lm_head.weight", vocabulary, kind=Kind.vocabulary, is_linear=True)
-        )
+        table.append(_single("output_layer.weight", "lm_head.weight", vocabulary, kind=Kind.vocabulary, is_linear=True))
     return table
 
 
@@ -104,9 +101,7 @@ def _mamba(model: ModelConfig, mcore: str, hf: str) -> list[Mapping]:
     heads = (mamba.num_heads,)
     return [
         _norm(f"{mcore}.norm.weight", f"{hf}.norm.weight", hidden),
-        _single(
-            f"{m}.in_proj.weight", f"{h}.in_proj.weight", (inner + convolved + heads[0], hidden), is_linear=True
-        ),
+        _single(f"{m}.in_proj.weight", f"{h}.in_proj.weight", (inner + convolved + heads[0], hidden), is_linear=True),
         _single(f"{m}.conv1d_weight", f"{h}.conv1d.weight", (convolved, 1, mamba.conv_kernel)),
         _single(f"{m}.conv1d_bias", f"{h}.conv1d.bias", (convolved,), content=Content.free),
         _single(f"{m}.dt_bias", f"{h}.dt_bias", heads, content=Content.free),
@@ -148,9 +143,7 @@ def _moe(model: ModelConfig, mcore: str, hf: str) -> list[Mapping]:
         _single(f"{m}.router.expert_bias", f"{h}.gate.e_score_correction_bias", experts, content=Content.free),
     ]
     for expert in range(moe.num_experts):
-        table += _mlp(
-            f"{m}.experts.local_experts.{expert}", f"{h}.experts.{expert}", hidden, moe.ffn_hidden_size
-        )
+        table += _mlp(f"{m}.experts.local_experts.{expert}", f"{h}.experts.{expert}", hidden, moe.ffn_hidden_size)
     shared = moe.shared_expert_ffn_hidden_size
     return table + _mlp(f"{m}.shared_experts", f"{h}.shared_experts", hidden, shared)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ LogitsFn = Callable[[Tensor], Tensor]
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2, the activation of every MLP of Nemotron-H."""
-    return F.relu(x).square()
+    positive = F.relu(x)
+    return positive * positive
 
 
 def build_model(model: ModelConfig, parallel: ParallelConfig, *, sequence_length: int) -> HybridModel:
@@ -140,9 +142,33 @@ def _stack_spec(model: ModelConfig):  # type: ignore[no-untyped-def]
     return torch_spec(model)
 
 
+def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+    """tokens int64 [B, S] -> normed hidden states [B, S, D] that the output layer reads.
+
+    For one tensor-parallel rank and one pipeline stage. `module` may be wrapped (DDP).
+    """
+    model = _unwrap(module)
+    embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None)
+    return model.decoder(hidden_states=embedded_SBD, attention_mask=None).transpose(0, 1)
+
+
 def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
     """tokens int64 [B, S] -> logits [B, S, padded vocabulary] in the model's dtype, with gradients if they are on."""
-    return module(tokens_BS, None, None, runtime_gather_output=True)
+    model = _unwrap(module)
+    config = model.config
+    if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
+        return module(tokens_BS, None, None, runtime_gather_output=True)
+    # HybridModel.forward would compute [S, B, V] and copy it to [B, S, V]: hidden states are cheaper to turn.
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    logits, _ = model.output_layer(forward_hidden(model, tokens_BS).contiguous(), weight=weight)
+    return logits
+
+
+def _unwrap(module: torch.nn.Module) -> HybridModel:
+    inner: Any = module
+    while hasattr(inner, "module"):  # DDP and BF16 wrappers hold the model under this name
+        inner = inner.module
+    return inner
 
 
 def logits_fn(module: torch.nn.Module, vocab_size: int) -> LogitsFn:

@@ -9,6 +9,40 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * weight over groups of the last dimension, with its gradient written out.
+
+    torch's own is a chain of elementwise operations on the CPU; this halves the passes over memory.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+        grouped = x.unflatten(-1, (-1, group_size))
+        mean_square = torch.linalg.vector_norm(grouped, dim=-1, keepdim=True).square_() / group_size
+        scale = (mean_square + eps).rsqrt_()
+        normed = (grouped * scale).flatten(-2)
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        normed, scale, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        product = grads[0] * normed
+        d_weight = product.flatten(0, -2).sum(0)
+        group_size = normed.shape[-1] // scale.shape[-2]
+        along = product.mul_(weight).unflatten(-1, (-1, group_size)).mean(-1, keepdim=True)
+        d_normed = (grads[0] * weight).unflatten(-1, (-1, group_size))
+        dx = d_normed.addcmul_(normed.view_as(d_normed), along, value=-1).mul_(scale)
+        return dx.flatten(-2), d_weight, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
+    """RMS norm over groups of `group_size` channels: x [..., channels], weight [channels], both of one dtype."""
+    return _RmsNorm.apply(x, weight, group_size, eps)
 
 
 class RMSNorm(torch.nn.Module):
@@ -25,7 +59,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        size = self.weight.shape[0]
+        return rms_norm(x.float(), self.weight.float(), group_size=size, eps=self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -55,9 +90,8 @@ class GatedRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate: [..., hidden_size]; returns the same shape in the dtype of gate."""
         gated = x.float() * F.silu(gate.float())
-        grouped = gated.view(*gated.shape[:-1], -1, self.group_size)
-        normed = F.rms_norm(grouped, (self.group_size,), None, self.eps)
-        return (normed.view(gated.shape) * self.weight.float()).to(gate.dtype)
+        normed = rms_norm(gated, self.weight.float(), group_size=self.group_size, eps=self.eps)
+        return normed.to(gate.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

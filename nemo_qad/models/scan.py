@@ -57,7 +57,7 @@ def causal_conv(x_LBD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [L, B, channels] in the dtype of `x_LBD`.
     """
-    return _CausalConv.apply(x_LBD, weight, bias)  # type: ignore[no-any-return]
+    return _CausalConv.apply(x_LBD, weight, bias)
 
 
 def chunked_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk_size: int) -> Tensor:
@@ -84,7 +84,8 @@ def chunked_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, d: 
     if padding:  # a zero time step neither moves the state nor adds to it
         x, b, c = (F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, padding)) for tensor in (x, b, c))
         dt = F.pad(dt, (0, 0, 0, 0, 0, padding))
-    return _ChunkedScan.apply(x, dt, decay, b, c, d, size)[:length]  # type: ignore[no-any-return]
+    y: Tensor = _ChunkedScan.apply(x, dt, decay, b, c, d, size)
+    return y[:length] if padding else y
 
 
 class _ChunkedScan(torch.autograd.Function):
@@ -104,17 +105,19 @@ class _ChunkedScan(torch.autograd.Function):
         b_CBGQN, c_CBGQN = _chunk(b, size), _chunk(c, size)
         decays, scores = _decays(s_CBHQ, b.shape[2]), _causal_product(c_CBGQN, b_CBGQN)
         y_CBHQP = _matmul(decays * scores, u_CBHQP)
-        states = None
+        states = carried = None
         if s_CBHQ.shape[0] > 1:
             states = _states(u_CBHQP, b_CBGQN, s_CBHQ)
-            y_CBHQP += _read(states, c_CBGQN, s_CBHQ)
-        ctx.save_for_backward(x_CBHQP, dt_CBHQ1, u_CBHQP, b_CBGQN, c_CBGQN, s_CBHQ, decays, scores, states, decay, d)
+            carried = _read(states, c_CBGQN, s_CBHQ)
+            y_CBHQP += carried
+        kept = (x_CBHQP, dt_CBHQ1, u_CBHQP, b_CBGQN, c_CBGQN, s_CBHQ, decays, scores, states, carried, decay, d)
+        ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         return _unchunk(y_CBHQP.addcmul_(x_CBHQP, d[:, None, None]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, u, b, c, s, decays, scores, states, decay, d = ctx.saved_tensors  # type: ignore[attr-defined]
+        x, dt, u, b, c, s, decays, scores, states, carried, decay, d = ctx.saved_tensors  # type: ignore[attr-defined]
         dy = _chunk(grads[0], s.shape[-1])
         du = _matmul((decays * scores).mT, dy)
         # decays * d(loss)/d(decays * scores): its sum over a group's heads is the gradient of the scores.
@@ -125,6 +128,7 @@ class _ChunkedScan(torch.autograd.Function):
         d_product = d_scores.tril_().squeeze(3)
         db, dc = _matmul(d_product.mT, c), _matmul(d_product, b)
         if states is not None:
+            ds += (dy * carried).sum(-1)
             _backpropagate_states(states, dy, u, b, c, s, into=(du, db, dc, ds))
         da = ds.flip(-1).cumsum(-1).flip(-1).unsqueeze(-1)  # s is a running sum of a
         d_dt = (du * x).sum(-1, keepdim=True).addcmul_(da, decay[:, None, None])
@@ -204,14 +208,20 @@ def _read(states: Tensor, c_CBGQN: Tensor, s_CBHQ: Tensor) -> Tensor:
 
 
 def _backpropagate_states(
-    states: Tensor, dy: Tensor, u: Tensor, b: Tensor, c: Tensor, s: Tensor, *, into: tuple[Tensor, Tensor, Tensor, Tensor]
+    states: Tensor,
+    dy: Tensor,
+    u: Tensor,
+    b: Tensor,
+    c: Tensor,
+    s: Tensor,
+    *,
+    into: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Add to du, db, dc and ds what flows through the states between chunks."""
+    """Add to du, db, dc and ds what flows through the states, beyond the decay of what is read."""
     du, db, dc, ds = into
     groups, head_dim = b.shape[2], u.shape[-1]
     d_read = _stack(dy * s.exp().unsqueeze(-1), groups)
     dc += _matmul(d_read, states.mT)
-    ds += (dy * _read(states, c, s)).sum(-1)
     # From the last chunk back: the gradient of what each chunk adds, and of its decay.
     d_entering = _matmul(c.mT, d_read).unflatten(-1, (-1, head_dim))
     whole, entering = _whole(s, groups), states.unflatten(-1, (-1, head_dim))

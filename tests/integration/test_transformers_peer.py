@@ -50,9 +50,7 @@ def test_logits_equal_those_of_transformers(pattern: str, length: int, tmp_path:
     disturb(ours)
     save_bf16(ours, tmp_path / "hf", model, None, max_shard_gb=1e-4)
     load_weights(ours, tmp_path / "hf", model)  # what BF16 kept of the weights
-    peer, report = NemotronHForCausalLM.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
-    )
+    peer, report = NemotronHForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert sum(t.numel() for t in peer.state_dict().values()) == num_parameters(model)
     tokens = torch.randint(0, model.vocab_size, (2, length), generator=torch.Generator().manual_seed(5))

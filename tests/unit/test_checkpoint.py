@@ -32,9 +32,14 @@ def test_views_of_one_buffer_are_saved(tmp_path):
 
 def test_interrupted_write_leaves_the_old_folder_and_no_rest(tmp_path):
     save_tensors(tmp_path / "x", TENSOR, {"step": 1})
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "x") as temporary:
-        (temporary / TENSORS).write_bytes(b"half")
-        raise KeyboardInterrupt
+
+    def write_half() -> None:
+        with new_folder(tmp_path / "x") as temporary:
+            (temporary / TENSORS).write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
     assert load_tensors(tmp_path / "x")[1]["step"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 

@@ -178,6 +178,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["recipe.kv_cache=nvfp4", "model.attention.head_dim=24"], ["head_dim=24", "recipe.kv_cache=fp8"]),
     (["recipe.scale_search=mse"], ["recipe.scale_search=mse", "recipe.weight_scales=static"]),
     (["recipe.qad_scales=frozen"], ["recipe.qad_scales=frozen", "recipe.weight_scales=static"]),
+    (["recipe.weight_scales=static"], ["recipe.qad_scales=dynamic", "recipe.qad_scales=frozen"]),
     (["recipe.name=a/b"], ["recipe.name=a/b", "folder name"]),
     (["data=indexed"], ["data.path=None", "data.path=FOLDER"]),
     (["data=indexed", "data.path=/nowhere"], ["data.path=/nowhere", "no such folder"]),

@@ -82,8 +82,9 @@ def test_process_groups_can_follow_one_another() -> None:
 
 
 def test_wrong_number_of_ranks_is_named() -> None:
-    with pytest.raises(UserError, match="ranks_per_node=4"), runtime.process_groups(
-        ParallelConfig(name="four", ranks_per_node=4), seed=1, threads=1
+    with (
+        pytest.raises(UserError, match="ranks_per_node=4"),
+        runtime.process_groups(ParallelConfig(name="four", ranks_per_node=4), seed=1, threads=1),
     ):
         pass
     assert not torch.distributed.is_initialized()

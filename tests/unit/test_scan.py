@@ -59,11 +59,14 @@ def test_scan_equals_the_recurrence(length: int, chunk_size: int) -> None:
     weights = torch.randn(truth.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad((truth * weights).sum(), exact, allow_unused=True)
     found_gradients = torch.autograd.grad((found * weights.float()).sum(), single, allow_unused=True)
-    for name, gradient, found_gradient in zip("x dt decay b c d".split(), gradients, found_gradients, strict=True):
+    for name, gradient, found_gradient in zip(
+        ["x", "dt", "decay", "b", "c", "d"], gradients, found_gradients, strict=True
+    ):
         if length == 1 and name == "decay":  # the first token reads an empty state
             assert found_gradient is None or found_gradient.abs().max() == 0
         else:
-            assert relative_error(found_gradient, gradient) < 3e-6, name
+            # The decay's gradient is a sum of differences of sums over a chunk: cancellation costs a digit.
+            assert relative_error(found_gradient, gradient) < (1e-5 if name == "decay" else 1e-6), name
 
 
 def test_scan_in_fp64_passes_the_numerical_gradient_check() -> None:
