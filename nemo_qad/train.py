@@ -74,7 +74,7 @@ def job(cfg: Any) -> dict[str, Any] | None:
 def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
     """(summary, error, exit status) of a run; what went wrong is on stderr."""
     try:
-        return _pipeline()(run), None, 0
+        return _pipeline()(run, list(HydraConfig.get().overrides.task)), None, 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return None, str(error), error.exit_status
@@ -83,7 +83,7 @@ def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
         return None, f"{type(error).__name__}: {error}", EXIT_FAILURE
 
 
-def _pipeline() -> Callable[[RunConfig], dict[str, Any]]:
+def _pipeline() -> Callable[[RunConfig, Sequence[str]], dict[str, Any]]:
     """Imported in the job: this is where torch comes in."""
     from nemo_qad import stages
 

@@ -153,9 +153,10 @@ def docstrings(source: str) -> str:
 
 
 def _docstrings_of(node: ast.AST) -> Iterator[str]:
-    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    if documented and (text := ast.get_docstring(node)):
-        yield text
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
     # Docstrings sit in statements only; not walking into expressions makes this several times faster.
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):

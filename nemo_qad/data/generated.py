@@ -20,10 +20,12 @@ WORDS = (
     "red", "dog", "sun", "tree", "car", "box", "cup", "hat", "pen", "map", "key", "bed", "cat", "egg", "fish", "gold",
 )
 # fmt: on
-NUMBERS = range(20)
+NUMBERS = range(18)
+SUMS = range(2 * max(NUMBERS) + 1)
 QUESTION_SHARE = 8  # one prompt in this many is kept for questions
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 OPENERS = tuple(CLOSERS)
+VOCABULARY = (*WORDS, *CLOSERS, *CLOSERS.values(), *map(str, SUMS))  # all that answers are made of
 
 
 def check_words(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -32,7 +34,7 @@ def check_words(tokenizer: Tokenizer, vocab_size: int) -> None:
     Raises:
         ConfigError: the vocabulary is too small for that.
     """
-    broken = [word for word in (*WORDS, *OPENERS, *CLOSERS.values()) if len(tokenizer.encode(f" {word}").ids) > 1]
+    broken = [word for word in VOCABULARY if len(tokenizer.encode(f" {word}").ids) > 1]
     if broken:
         raise ConfigError(
             "model.vocab_size",
@@ -52,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class GeneratedTask:
-    """`chance`: how often a guess among the answers of the right form is right."""
+    """`chance`: the score of the best constant answer, to two digits."""
 
     name: str
     chance: float
@@ -62,6 +64,16 @@ class GeneratedTask:
 def _copy(rng: random.Random) -> Example:
     words = " ".join(rng.choices(WORDS, k=rng.randint(2, 4)))
     return Example(f"copy: {words} =>", f" {words}")
+
+
+def _lookup(rng: random.Random) -> Example:
+    keys = rng.sample(WORDS, 3)
+    values = {key: rng.choice(NUMBERS) for key in keys}
+    shown = " ".join(f"{key} {values[key]}" for key in keys)
+    rng.shuffle(keys)
+    solved = "".join(f" {key} {values[key]}" for key in keys[: rng.randint(0, 2)])
+    asked = rng.choice(keys)
+    return Example(f"lookup: {shown} =>{solved} {asked}", f" {values[asked]}")
 
 
 def _brackets(rng: random.Random) -> Example:
@@ -80,7 +92,7 @@ def _brackets(rng: random.Random) -> Example:
 
 
 def _pattern(rng: random.Random) -> Example:
-    period = rng.randint(2, 3)
+    period = rng.randint(2, 4)
     words = rng.sample(WORDS, period)
     shown = rng.randint(2 * period, 3 * period)
     text = [words[i % period] for i in range(shown + period)]
@@ -99,10 +111,11 @@ def _sum(rng: random.Random) -> Example:
 
 TASKS = (
     GeneratedTask("copy", 0.0, _copy),
-    GeneratedTask("brackets", 0.0, _brackets),
+    GeneratedTask("lookup", 0.08, _lookup),
+    GeneratedTask("brackets", 0.05, _brackets),
     GeneratedTask("pattern", 0.0, _pattern),
     GeneratedTask("sort", 0.0, _sort),
-    GeneratedTask("sum", 0.07, _sum),
+    GeneratedTask("sum", 0.05, _sum),
 )
 
 

@@ -29,7 +29,7 @@ from nemo_qad.schema import DataConfig, Source
 
 FORMAT = 1  # raise it when anything here changes what is written
 MANIFEST = "manifest.json"
-TOKENIZER_SAMPLE = 6000  # generated documents that the tokenizer sees
+WORD_REPEATS = 2000  # how often the tokenizer sees each word of the generated material
 MAX_CHECKED_TOKENS = 1 << 30  # ids checked up front; every batch is checked again when it is read
 
 Progress = Callable[[str], None]
@@ -120,9 +120,9 @@ def _write(
         corpus.stdlib_folder(), files, held_out_fraction=data.held_out_fraction, seed=data.seed
     )
     progress(f"Training a tokenizer with {vocab_size} ids")
-    stream = generated.training_documents(data.seed)
-    sample = [next(stream) for _ in range(TOKENIZER_SAMPLE)]
-    bpe = tokenizer.train([*text.train, *sample], vocab_size)
+    # Often enough that each word becomes one token before the vocabulary is full.
+    words = " " + " ".join(generated.VOCABULARY)
+    bpe = tokenizer.train([*text.train, *[words] * WORD_REPEATS], vocab_size)
     generated.check_words(bpe, vocab_size)
     tokenizer.save(bpe, folder / "tokenizer")
     progress("Tokenising")

@@ -35,14 +35,19 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
         )
         verified = verify_folder(target, expected_weights(student, run.model))
     assert session.teacher_folder is not None
-    bf16 = sum(f.stat().st_size for f in session.teacher_folder.glob("*.safetensors"))
     session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
     result = {
         **facts,
         "verified_tensors": verified["num_tensors"],
-        "bytes_bf16": bf16,
+        "bytes_bf16": _weight_bytes(session.teacher_folder),
+        "bytes_export": _weight_bytes(target),
         "folder": str(target),
         "seconds": time.monotonic() - started,
         "peak_gib": peak_gib(),
     }
     return result, [path for path in target.rglob("*") if path.is_file()]
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of the weight files alone: a tokenizer would blur the ratio of a small model."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ RUNNERS: dict[Stage, Runner] = {
 }
 
 
-def run(run: RunConfig) -> dict[str, Any]:
+def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Runs the configured stages and returns the summary that a sweep's table shows.
+
+    Args:
+        overrides: the command line that gave `run`, recorded so that reports can name the next command.
 
     Raises:
         UserError: with what to do about it; finished stages stay finished.
@@ -53,7 +56,7 @@ def run(run: RunConfig) -> dict[str, Any]:
     _refuse_unsupported(run)
     folder = RunFolder(run_folder(run), run)
     try:
-        write_json(folder.path / "environment.json", _environment())
+        write_json(folder.path / "environment.json", {**_environment(), "overrides": list(overrides)})
         with process_groups(run.parallel, seed=run.seed, threads=run.threads):
             torch.use_deterministic_algorithms(run.deterministic)
             session = Session(run, folder, say)

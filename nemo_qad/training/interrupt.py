@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
@@ -30,7 +31,7 @@ class StopRequest:
 def deferred_stop() -> Iterator[StopRequest]:
     """Inside, the first SIGINT or SIGTERM only sets `requested`; the second acts as usual."""
     request = StopRequest()
-    previous = {}
+    previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.requested = True

@@ -98,7 +98,7 @@ class Trainer:
         return total, reduce
 
     def _refuse_non_finite(self, total: float) -> None:
-        names = [n for n, p in self.module.named_parameters() if not p.main_grad.isfinite().all()]
+        names = [n for n, p in self.module.named_parameters() if not _gradient(p).isfinite().all()]
         if names or not math.isfinite(total):
             raise UserError(
                 f"step {self.step + 1}: the loss is {total} and these gradients are NaN or Inf: "
@@ -176,3 +176,8 @@ class Trainer:
             raise UserError(f"the checkpoint lacks {error}: it belongs to another model or setting") from None
         self._scheduler.step(increment=step)
         self.step = step
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """Where Megatron's DDP accumulates a parameter's gradient."""
+    return parameter.main_grad  # type: ignore[attr-defined]

@@ -152,7 +152,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["qad.learning_rate=-1e-5"], ["qad.learning_rate", "above 0"]),
     (["qad.learning_rate=nan"], ["qad.learning_rate=nan", "finite"]),
     (["qad.temperature=0"], ["qad.temperature", "above 0"]),
-    (["qad.warmup_steps=240"], ["qad.warmup_steps=240", "qad.steps=240"]),
+    (["qad.warmup_steps=160"], ["qad.warmup_steps=160", "qad.steps=160"]),
     (["teacher.warmup_steps=600"], ["teacher.warmup_steps=600", "teacher.steps=600"]),
     (["qad.min_learning_rate=1"], ["qad.min_learning_rate=1", "qad.learning_rate"]),
     (["qad.average_decay=1"], ["qad.average_decay=1", "[0, 1)"]),
@@ -280,12 +280,12 @@ def test_files_of_the_user(tmp_path: Path) -> None:
 def test_a_sweep_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pipeline(run: RunConfig) -> dict[str, object]:
+    def pipeline(run: RunConfig, overrides: list[str]) -> dict[str, object]:
         if run.recipe.name == "max":
             raise UserError("disk: full. Free 3 GB.")
         if run.recipe.name == "mse":
             raise ValueError("a defect")
-        return {"recipe": run.recipe.name, "seed": run.seed}
+        return {"recipe": run.recipe.name, "seed": run.seed, "given": overrides}
 
     monkeypatch.setattr(train, "_pipeline", lambda: pipeline)
     monkeypatch.chdir(tmp_path)
@@ -297,7 +297,7 @@ def test_a_sweep_goes_on_after_a_failure(
     assert [record["status"] for record in records] == ["failed", "failed", "done"]
     assert records[0]["error"] == "disk: full. Free 3 GB."
     assert records[1]["error"] == "ValueError: a defect"
-    assert records[2]["summary"] == {"recipe": "four_over_six", "seed": 1234}
+    assert records[2]["summary"] == {"recipe": "four_over_six", "seed": 1234, "given": ["+recipe=four_over_six"]}
     assert records[2]["overrides"] == ["+recipe=four_over_six"]
     assert "2 of 3 jobs failed" in (message := capsys.readouterr().err)
     assert message.count("Traceback") == 1  # of the defect alone
@@ -309,7 +309,7 @@ def test_statuses_of_a_single_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(error: BaseException | None) -> int:
-        def pipeline(run: RunConfig) -> dict[str, object]:
+        def pipeline(run: RunConfig, overrides: list[str]) -> dict[str, object]:
             if error is not None:
                 raise error
             return {}
