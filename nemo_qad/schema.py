@@ -185,11 +185,11 @@ class TeacherConfig:
     """The BF16 model. With `path` it is read; without, it is trained from scratch and cached."""
 
     path: str | None = None
-    steps: int = 600
+    steps: int = 1100
     learning_rate: float = 3e-3
     min_learning_rate: float = 1e-4
-    warmup_steps: int = 30
-    global_batch_size: int = 16
+    warmup_steps: int = 50
+    global_batch_size: int = 8
     sequence_length: int = 128
     weight_decay: float = 0.1
     clip_grad: float = 1.0

@@ -169,9 +169,7 @@ def windows(text: str) -> Iterable[tuple[str, ...]]:
     return zip(*(lines[offset:] for offset in range(WINDOW)), strict=False)
 
 
-def choose_held_out(
-    files: list[SourceFile], texts: dict[str, str], held_out_fraction: float, seed: int
-) -> set[str]:
+def choose_held_out(files: list[SourceFile], texts: dict[str, str], held_out_fraction: float, seed: int) -> set[str]:
     """Names of the modules to hold out: drawn at random until their bytes make up the share asked for."""
     if not 0 < held_out_fraction <= 0.5:
         raise ConfigError(
@@ -197,9 +195,7 @@ def choose_held_out(
         if taken >= 0.9 * target:
             return chosen
     if not chosen:
-        raise ConfigError(
-            "data.held_out_fraction", held_out_fraction, "smaller than the smallest module", "Give 0.05."
-        )
+        raise ConfigError("data.held_out_fraction", held_out_fraction, "smaller than the smallest module", "Give 0.05.")
     return chosen
 
 

@@ -82,9 +82,7 @@ def held_out_batches(
     Raises:
         UserError: the held-out text has fewer than `num_samples` samples, or its files are damaged.
     """
-    epochs = _Epochs(
-        indexed.check(prepared.held_out_prefix), prepared.vocab_size, sequence_length, HELD_OUT_SEED
-    )
+    epochs = _Epochs(indexed.check(prepared.held_out_prefix), prepared.vocab_size, sequence_length, HELD_OUT_SEED)
     if num_samples > epochs.num_samples:
         raise UserError(
             f"{num_samples} held-out samples of {sequence_length} tokens are asked for, but "
@@ -158,7 +156,7 @@ class _Epochs:
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-        documents = np.flatnonzero(self.pair.lengths).astype(np.int32)  # an empty document breaks the index
+        documents = np.flatnonzero(self.pair.lengths).astype(np.int32)  # empty ones must not change the order
         with _quiet():
             return GPTDataset(self.text, str(self.pair.prefix), documents, None, Split.train, config)
 

@@ -2,6 +2,16 @@
 
 Each task is a prompt with one right answer. Questions and training documents never meet: whether a prompt
 is a question is decided by its hash, so the two sets are disjoint whatever the seeds.
+
+copy      "copy: red dog sun =>" " red dog sun"
+brackets  "close: ( [ ] { =>" " } )"
+pattern   "go on: red dog red dog red =>" " dog red"
+sort      "sort: 7 12 3 =>" " 3 7 12"
+sum       "sum: 3 + 4 = 7 ; 2 + 9 =" " 11"
+
+The default teacher (600 steps of 16 x 128 tokens, a quarter of them generated) gets between half and nearly
+all of each right, so a loss of accuracy shows. Looking up a key's value among several pairs is left out: that
+teacher does no better there than to guess among the values shown.
 """
 
 from __future__ import annotations
@@ -21,15 +31,17 @@ WORDS = (
 )
 # fmt: on
 NUMBERS = range(18)
+MAX_MISSES = 5000  # examples in a row that are no new question: there are hardly any left
 SUMS = range(2 * max(NUMBERS) + 1)
 QUESTION_SHARE = 8  # one prompt in this many is kept for questions
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 OPENERS = tuple(CLOSERS)
-VOCABULARY = (*WORDS, *CLOSERS, *CLOSERS.values(), *map(str, SUMS))  # all that answers are made of
+# What answers are made of, and the sign before them: a prompt's end must be as near to its words as can be.
+VOCABULARY = (*WORDS, *CLOSERS, *CLOSERS.values(), *map(str, SUMS), "=>")
 
 
 def check_words(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that every word of the answers is one token, so that exact match judges words, not spelling.
+    """Checks that every word of an answer is one token, so that exact match judges words, not spelling.
 
     Raises:
         ConfigError: the vocabulary is too small for that.
@@ -64,16 +76,6 @@ class GeneratedTask:
 def _copy(rng: random.Random) -> Example:
     words = " ".join(rng.choices(WORDS, k=rng.randint(2, 4)))
     return Example(f"copy: {words} =>", f" {words}")
-
-
-def _lookup(rng: random.Random) -> Example:
-    keys = rng.sample(WORDS, 3)
-    values = {key: rng.choice(NUMBERS) for key in keys}
-    shown = " ".join(f"{key} {values[key]}" for key in keys)
-    rng.shuffle(keys)
-    solved = "".join(f" {key} {values[key]}" for key in keys[: rng.randint(0, 2)])
-    asked = rng.choice(keys)
-    return Example(f"lookup: {shown} =>{solved} {asked}", f" {values[asked]}")
 
 
 def _brackets(rng: random.Random) -> Example:
@@ -111,7 +113,6 @@ def _sum(rng: random.Random) -> Example:
 
 TASKS = (
     GeneratedTask("copy", 0.0, _copy),
-    GeneratedTask("lookup", 0.08, _lookup),
     GeneratedTask("brackets", 0.05, _brackets),
     GeneratedTask("pattern", 0.0, _pattern),
     GeneratedTask("sort", 0.0, _sort),
@@ -143,17 +144,18 @@ def questions(task: GeneratedTask, num_questions: int, seed: int) -> list[Exampl
     """
     rng = random.Random(f"questions-{task.name}-{seed}")
     found: dict[str, Example] = {}
-    draws = 0
+    misses = 0
     while len(found) < num_questions:
         example = task.make(rng)
-        draws += 1
-        if draws > 100 * QUESTION_SHARE * num_questions:
+        new = is_question(example) and example.prompt not in found
+        misses = 0 if new else misses + 1
+        if new:
+            found[example.prompt] = example
+        if misses > MAX_MISSES:
             raise ConfigError(
                 "evaluation.num_questions",
                 num_questions,
                 f"task {task.name} has about {len(found)} different questions",
                 f"Give at most {len(found)}.",
             )
-        if is_question(example):
-            found[example.prompt] = example
     return list(found.values())

@@ -11,6 +11,7 @@ sizes in its manifest match; a folder that is damaged is made again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -27,9 +28,9 @@ from nemo_qad.data import corpus, generated, indexed, tokenizer
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.schema import DataConfig, Source
 
-FORMAT = 1  # raise it when anything here changes what is written
+FORMAT = 3  # raise it when anything here changes what is written
 MANIFEST = "manifest.json"
-WORD_REPEATS = 2000  # how often the tokenizer sees each word of the generated material
+WORD_REPEATS = 2000  # how often the tokenizer sees each word of the answers, and how many documents
 MAX_CHECKED_TOKENS = 1 << 30  # ids checked up front; every batch is checked again when it is read
 
 Progress = Callable[[str], None]
@@ -79,9 +80,7 @@ def prepare(data: DataConfig, vocab_size: int, cache_dir: Path, progress: Progre
     return _open_cached(folder, vocab_size)
 
 
-def _make(
-    folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.SourceFile], progress: Progress
-) -> None:
+def _make(folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.SourceFile], progress: Progress) -> None:
     """Writes into a hidden folder beside `folder`, then renames it: `folder` is whole or absent."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,17 +111,14 @@ def cache_key(data: DataConfig, vocab_size: int, fingerprint: str) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _write(
-    folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.SourceFile], progress: Progress
-) -> None:
+def _write(folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.SourceFile], progress: Progress) -> None:
     progress(f"Reading {len(files)} files of Python's standard library")
-    text = corpus.read(
-        corpus.stdlib_folder(), files, held_out_fraction=data.held_out_fraction, seed=data.seed
-    )
+    text = corpus.read(corpus.stdlib_folder(), files, held_out_fraction=data.held_out_fraction, seed=data.seed)
     progress(f"Training a tokenizer with {vocab_size} ids")
-    # Often enough that each word becomes one token before the vocabulary is full.
-    words = " " + " ".join(generated.VOCABULARY)
-    bpe = tokenizer.train([*text.train, *[words] * WORD_REPEATS], vocab_size)
+    # Often enough that each word and sign becomes one token before the vocabulary is full.
+    words = [" " + " ".join(generated.VOCABULARY)] * WORD_REPEATS
+    stream = generated.training_documents(data.seed)
+    bpe = tokenizer.train([*text.train, *words, *itertools.islice(stream, WORD_REPEATS)], vocab_size)
     generated.check_words(bpe, vocab_size)
     tokenizer.save(bpe, folder / "tokenizer")
     progress("Tokenising")

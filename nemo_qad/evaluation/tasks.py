@@ -4,7 +4,9 @@ real_line     which of four versions of a held-out line is the real one; in each
               replaced by a word from elsewhere in the held-out text. Chance 1/4.
 intact_line   which of four versions of a held-out line has its words in order; in each of the others two
               neighbouring words have changed places. Chance 1/4.
-              Both show a few tokens of what comes before, and choose by summed log-likelihood.
+              Both show a few tokens of what comes before, and choose by summed log-likelihood among versions
+              of equally many tokens. Chance is that of a guess; random likelihoods do worse (1/8 for
+              real_line, whose right version must beat three independent changes of itself).
 generated     the one right answer, every token of it the model's first choice given the right tokens before
               it. That equals greedy decoding: up to the first mistake both see the same tokens.
 
@@ -95,9 +97,7 @@ def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
     return right_N > others_NC.max(dim=1).values
 
 
-def build_tasks(
-    prepared: PreparedData, *, num_questions: int, sequence_length: int, seed: int
-) -> list[Task]:
+def build_tasks(prepared: PreparedData, *, num_questions: int, sequence_length: int, seed: int) -> list[Task]:
     """The tasks, the same for the same data and arguments; each has `num_questions` distinct questions.
 
     Raises:
@@ -133,61 +133,76 @@ def line_questions(
         bpe.decode([t for t in document.tolist() if t not in special]).splitlines()
         for document in indexed.check(prepared.held_out_prefix).documents()
     ]
-    pool = sorted({word for lines in documents for line in lines for word in line.split() if _is_word(word)})
+    pool = _words_by_length(bpe, documents)
     rng = random.Random(f"lines-{seed}")
     places = [(lines, i) for lines in documents for i in range(1, len(lines)) if lines[i - 1].strip()]
     rng.shuffle(places)
     made: dict[str, dict[str, Question]] = {"real_line": {}, "intact_line": {}}
     for lines, number in places:
         line = lines[number].rstrip()
-        wrong_versions = {"real_line": _replaced_words(line, pool, rng), "intact_line": _swapped_words(line, rng)}
-        for name, wrong in wrong_versions.items():
-            if len(wrong) < NUM_CHOICES - 1 or len(made[name]) >= num_questions or line in made[name]:
-                continue
-            prompt = start + _ids(bpe, lines[number - 1])[-MAX_CONTEXT:]
-            correct = rng.randrange(NUM_CHOICES)
-            # The line break belongs to the choice: so the prompt's tokens are the same for all of them.
-            choices = [_ids(bpe, f"\n{version}") for version in [*wrong[:correct], line, *wrong[correct:]]]
-            if max(map(len, choices)) <= MAX_LINE:
-                made[name][line] = Question(prompt, choices, correct)
+        candidates = {"real_line": _replaced_words(line, bpe, pool, rng), "intact_line": _swapped_words(line, rng)}
+        for name, versions in candidates.items():
+            if len(made[name]) < num_questions and line not in made[name]:
+                # The line break belongs to the choice: so the prompt's tokens are the same for all of them.
+                choices = _equally_long([_ids(bpe, f"\n{version}") for version in (line, *versions)])
+                if len(choices) == NUM_CHOICES and len(choices[0]) <= MAX_LINE:
+                    prompt = start + _ids(bpe, lines[number - 1])[-MAX_CONTEXT:]
+                    correct = rng.randrange(NUM_CHOICES)
+                    choices[0], choices[correct] = choices[correct], choices[0]
+                    made[name][line] = Question(prompt, choices, correct)
         if all(len(questions) >= num_questions for questions in made.values()):
             break
     return {name: list(questions.values()) for name, questions in made.items()}
+
+
+def _equally_long(choices: list[list[int]]) -> list[list[int]]:
+    """The first choice and the next distinct ones of its length: a model must not win by counting tokens."""
+    distinct = dict.fromkeys(tuple(choice) for choice in choices if len(choice) == len(choices[0]))
+    return [list(choice) for choice in distinct][:NUM_CHOICES]
+
+
+def _words_by_length(bpe: Tokenizer, documents: list[list[str]]) -> dict[int, list[str]]:
+    """The distinct words of the text by their number of tokens."""
+    words = sorted({word for lines in documents for line in lines for word in line.split() if _is_word(word)})
+    pool: dict[int, list[str]] = {}
+    for word, encoding in zip(words, bpe.encode_batch([f" {w}" for w in words]), strict=True):
+        pool.setdefault(len(encoding.ids), []).append(word)
+    return pool
 
 
 def _is_word(text: str) -> bool:
     return len(text) > 1 and any(character.isalpha() for character in text)
 
 
-def _words(line: str) -> tuple[list[str], list[int]]:
-    """The line cut at white space, white space kept, and which of the parts are words or signs."""
+def _parts(line: str) -> tuple[list[str], list[int]]:
+    """The line cut at white space, white space kept, and which of the parts are not white space."""
     parts = re.split(r"(\s+)", line)
     return parts, [i for i, part in enumerate(parts) if part and not part.isspace()]
 
 
-def _replaced_words(line: str, pool: list[str], rng: random.Random) -> list[str]:
-    """Versions of the line with one word each replaced by one from the pool; none if there are few words."""
-    parts, places = _words(line)
+def _replaced_words(line: str, bpe: Tokenizer, pool: dict[int, list[str]], rng: random.Random) -> list[str]:
+    """For each word of the line, in random order, the line with a word of as many tokens in its place."""
+    parts, places = _parts(line)
     places = [place for place in places if _is_word(parts[place])]
-    if len(places) < NUM_CHOICES - 1:
-        return []
+    rng.shuffle(places)
     versions = []
-    for place in rng.sample(places, NUM_CHOICES - 1):
-        word = rng.choice(pool)
-        versions.append("".join([*parts[:place], word, *parts[place + 1 :]]))
-    return versions if len({line, *versions}) == NUM_CHOICES else []
+    for place in places:
+        others = pool.get(len(_ids(bpe, f" {parts[place]}")))
+        if others:
+            versions.append("".join([*parts[:place], rng.choice(others), *parts[place + 1 :]]))
+    return versions
 
 
 def _swapped_words(line: str, rng: random.Random) -> list[str]:
-    """Versions of the line in which two neighbouring words have changed places; fewer if there are few."""
-    parts, places = _words(line)
-    versions = set()
+    """Every version of the line in which two neighbouring words have changed places, in random order."""
+    parts, places = _parts(line)
+    versions = []
     for left, right in itertools.pairwise(places):
         swapped = list(parts)
         swapped[left], swapped[right] = parts[right], parts[left]
-        versions.add("".join(swapped))
-    versions.discard(line)
-    return rng.sample(sorted(versions), min(NUM_CHOICES - 1, len(versions)))
+        versions.append("".join(swapped))
+    rng.shuffle(versions)
+    return versions
 
 
 def _ids(bpe: Tokenizer, text: str) -> list[int]:

@@ -51,9 +51,7 @@ def test_tests_and_installed_packages_are_left_out() -> None:
 def test_the_split_is_a_function_of_the_seed(tmp_path: Path) -> None:
     write_library(tmp_path)
     files = corpus.list_files(tmp_path)
-    first, again, other = (
-        corpus.read(tmp_path, files, held_out_fraction=0.1, seed=seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (corpus.read(tmp_path, files, held_out_fraction=0.1, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.held_out_modules != other.held_out_modules
     assert first.digest == other.digest
@@ -85,7 +83,8 @@ def test_two_implementations_of_one_thing_are_one_module() -> None:
 
 
 def test_docstrings_are_dedented_and_in_order() -> None:
-    source = '"""One."""\nif True:\n    class A:\n        """Two\n\n        more."""\n        def f(self):\n            "Three"\n'
+    source = '"""One."""\nif True:\n    class A:\n        """Two\n\n        more."""\n'
+    source += '        def f(self):\n            "Three"\n'
     assert corpus.docstrings(source) == "One.\n\nTwo\n\nmore.\n\nThree\n"
     assert corpus.docstrings("def broken(:") == ""
 

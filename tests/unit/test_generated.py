@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 
 import pytest
@@ -19,17 +18,14 @@ def expected_answer(name: str, prompt: str) -> str:
     words = prompt.split()
     if name == "copy":
         return " ".join(words[1:-1])
-    if name == "lookup":
-        shown, asked = prompt.removeprefix("lookup: ").split(" =>")
-        return re.findall(rf"{asked.split()[-1]} (\d+)", shown)[0]
     if name == "sort":
         return " ".join(map(str, sorted(map(int, words[1:-1]))))
     if name == "sum":
-        return str(eval(prompt.split(";")[1].removesuffix("=")))  # noqa: S307, our own text
+        return str(eval(prompt.split(";")[1].removesuffix("=")))
     if name == "pattern":
         shown = words[2:-1]
         (period, *_) = (p for p in range(1, len(shown)) if shown[p:] == shown[:-p])
-        return " ".join(shown[i - period] for i in range(len(shown) % period, len(shown) % period + period))
+        return " ".join(shown[-period:])
     if name == "brackets":
         text = "".join(words[1:-1])
         while (shorter := text.replace("()", "").replace("[]", "").replace("{}", "")) != text:
@@ -71,8 +67,8 @@ def test_same_seed_same_documents() -> None:
 
 def test_chance_is_what_the_best_constant_answer_scores() -> None:
     for task in generated.TASKS:
-        answers = Counter(question.answer for question in generated.questions(task, 800, seed=1))
-        assert task.chance == pytest.approx(answers.most_common(1)[0][1] / 800, abs=0.03), task.name
+        answers = Counter(question.answer for question in generated.questions(task, 400, seed=1))
+        assert task.chance == pytest.approx(answers.most_common(1)[0][1] / 400, abs=0.03), task.name
 
 
 def test_more_questions_than_there_are_is_refused() -> None:
