@@ -185,7 +185,7 @@ class TeacherConfig:
     """The BF16 model. With `path` it is read; without, it is trained from scratch and cached."""
 
     path: str | None = None
-    steps: int = 1100
+    steps: int = 1000
     learning_rate: float = 3e-3
     min_learning_rate: float = 1e-4
     warmup_steps: int = 50

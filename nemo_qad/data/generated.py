@@ -9,7 +9,7 @@ pattern   "go on: red dog red dog red =>" " dog red"
 sort      "sort: 7 12 3 =>" " 3 7 12"
 sum       "sum: 3 + 4 = 7 ; 2 + 9 =" " 11"
 
-The default teacher (600 steps of 16 x 128 tokens, a quarter of them generated) gets between half and nearly
+The default teacher (1,000 steps of 8 x 128 tokens, a quarter of them generated) gets between half and nearly
 all of each right, so a loss of accuracy shows. Looking up a key's value among several pairs is left out: that
 teacher does no better there than to guess among the values shown.
 """

@@ -182,7 +182,7 @@ def logits_fn(module: torch.nn.Module, vocab_size: int) -> LogitsFn:
         module.eval()
         try:
             with torch.no_grad():
-                return forward_logits(module, tokens_BS)[..., :vocab_size].float()
+                return forward_logits(module, tokens_BS.to(runtime.device()))[..., :vocab_size].float()
         finally:
             module.train(training)
 

@@ -68,6 +68,8 @@ class Trainer:
         Raises:
             UserError: the loss or the gradient norm is NaN or Inf; the parameters are left as they were.
         """
+        device = next(self.module.parameters()).device
+        micro_batches = [{k: t.to(device) for k, t in batch.items()} for batch in micro_batches]
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
