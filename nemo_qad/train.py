@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from nemo_qad import command_line, config
-from nemo_qad.checkpoint.folder import read_json, write_json
 from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
+from nemo_qad.files import read_json, write_json
 from nemo_qad.schema import RunConfig
 
 config.register()

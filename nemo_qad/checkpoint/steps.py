@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_qad.checkpoint.folder import require_space
 from nemo_qad.checkpoint.tensors import load_tensors, save_tensors
 from nemo_qad.errors import UserError
+from nemo_qad.files import require_space
 
 NUM_KEPT = 2
 

@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_qad.checkpoint.folder import new_folder, read_json, sha256, write_json
 from nemo_qad.errors import UserError
+from nemo_qad.files import new_folder, read_json, readable, sha256, write_json
 
 TENSORS = "tensors.safetensors"
 META = "meta.json"
@@ -21,6 +21,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any])
     with new_folder(folder) as temporary:
         # Copies: safetensors refuses tensors that share memory, such as views of one buffer.
         save_file({k: t.detach().contiguous().clone() for k, t in tensors.items()}, temporary / TENSORS)
+        readable(temporary / TENSORS)
         write_json(temporary / META, {**meta, "sha256": sha256(temporary / TENSORS)})
 
 

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from nemo_qad.data import corpus, generated, indexed, tokenizer
 from nemo_qad.errors import ConfigError, UserError
+from nemo_qad.files import flush
 from nemo_qad.schema import DataConfig, Source
 
 FORMAT = 3  # raise it when anything here changes what is written
@@ -164,10 +165,10 @@ def _write_manifest(folder: Path, statistics: dict[str, Any]) -> None:
     digest = _digest(folder / name for name in names)
     sizes = {name: (folder / name).stat().st_size for name in names}
     for name in names:
-        _sync(folder / name)
+        flush(folder / name)
     manifest = {"format": FORMAT, "digest": digest, "sizes": sizes, "statistics": statistics}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    _sync(folder / MANIFEST)
+    flush(folder / MANIFEST)
 
 
 def _publish(work: Path, folder: Path) -> None:
@@ -177,15 +178,7 @@ def _publish(work: Path, folder: Path) -> None:
         # Another process was quicker. What it wrote came from the same inputs, so it serves as well.
         if not folder.exists() or _damage(folder):
             raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(folder.parent)
 
 
 def _damage(folder: Path) -> str | None:

@@ -11,10 +11,10 @@ import os
 import shlex
 from pathlib import Path
 
-from nemo_qad.checkpoint.folder import disk_errors, flush
 from nemo_qad.evaluation.formats import DASH, duration, markdown_table, percent, significant, size
 from nemo_qad.evaluation.recovery import NEXT_TOKEN, Recovery, judge_ptq
 from nemo_qad.evaluation.results import MODELS, STAGES, Results, as_number, read_results
+from nemo_qad.files import disk_errors, flush
 
 PLOTS = {
     "plots/recovery.png": "Accuracy kept by PTQ and by QAD, per task",

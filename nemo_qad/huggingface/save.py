@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_qad.errors import UserError
+from nemo_qad.files import new_folder, readable, write_json
 from nemo_qad.huggingface.names import mappings, module_tensors, to_hf
 from nemo_qad.schema import ModelConfig
 
@@ -145,20 +144,12 @@ def write_folder(
     Raises:
         UserError: the tokenizer folder lacks tokenizer.json, or the disk refuses.
     """
-    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(folder) as partial:
         _write_shards(tensors, partial, int(max_shard_gb * 1e9))
         for name, content in {"config.json": config, **extra_json}.items():
-            _write_json(partial / name, content)
+            write_json(partial / name, content)
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, partial)
-        _put_in_place(partial, folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}. Free some space or choose another folder.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
@@ -172,14 +163,14 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes
         total += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
         save_file(shard, folder / _partial_name(len(shards)), metadata={"format": "pt"})
+        readable(folder / _partial_name(len(shards)))
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for number, name in enumerate(names, start=1):
-        _flush(folder / _partial_name(number))
         (folder / _partial_name(number)).rename(folder / name)
     if len(shards) > 1:
         weight_map = {tensor: name for name, held in zip(names, shards, strict=True) for tensor in held}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -206,34 +197,9 @@ def _shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    _flush(path)
-
-
 def _copy_tokenizer(source: Path, target: Path) -> None:
     if not (source / "tokenizer.json").is_file():
         raise UserError(f"{source} holds no tokenizer.json: give the folder of the model's tokenizer")
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-            _flush(target / name)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename; an older folder steps aside first, since a rename does not replace a folder with content."""
-    _flush(partial)
-    old = folder.parent / f".{folder.name}.replaced-{os.getpid()}"
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_qad.checkpoint.folder import require_space
+from nemo_qad.files import require_space
 from nemo_qad.huggingface.export import expected_weights, export_student
 from nemo_qad.huggingface.verify import verify_folder
 from nemo_qad.quantization.student import deployed_weights

@@ -6,9 +6,9 @@ import fcntl
 from pathlib import Path
 from typing import Any
 
-from nemo_qad.checkpoint.folder import disk_errors, read_json, sha256, write_json
 from nemo_qad.config import config_hash, to_yaml
 from nemo_qad.errors import RunFolderError, UserError
+from nemo_qad.files import disk_errors, read_json, sha256, write_json
 from nemo_qad.schema import RunConfig, Stage
 
 

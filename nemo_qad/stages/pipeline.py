@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from nemo_qad.checkpoint.folder import write_json
 from nemo_qad.config import run_folder
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.evaluation.console import final_table, say
 from nemo_qad.evaluation.plots import write_plots
 from nemo_qad.evaluation.report import write_report
 from nemo_qad.evaluation.results import read_results
+from nemo_qad.files import write_json
 from nemo_qad.runtime import process_groups
 from nemo_qad.schema import RunConfig, Stage
 from nemo_qad.stages import evaluate, export, ptq, qad, teacher

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_qad.checkpoint.folder import require_space
 from nemo_qad.checkpoint.tensors import META, TENSORS, save_tensors
 from nemo_qad.evaluation.console import coverage_table
+from nemo_qad.files import require_space
 from nemo_qad.quantization.calibrate import quantize
 from nemo_qad.stages.session import Session, peak_gib, student_tensors
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_qad.checkpoint.folder import disk_errors
 from nemo_qad.data.datasets import held_out_batches, training_batches
 from nemo_qad.data.prepare import PreparedData, prepare
 from nemo_qad.evaluation.metrics import LogitsFn, held_out
+from nemo_qad.files import disk_errors
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.models.build import build_model, logits_fn
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_qad.checkpoint.folder import read_json, require_space, write_json
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.config import to_plain
 from nemo_qad.data.datasets import training_batches, unigram_loss
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
 from nemo_qad.evaluation.metrics import held_out
+from nemo_qad.files import read_json, require_space, write_json
 from nemo_qad.huggingface.load import weights_digest
 from nemo_qad.huggingface.save import save_bf16
 from nemo_qad.stages.session import Session, cache_lock, peak_gib

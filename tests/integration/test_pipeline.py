@@ -193,3 +193,18 @@ def test_stage_without_what_it_needs_says_so(straight, tmp_path):
     root, _ = straight
     status, output = _run(root, f"run_dir={tmp_path / 'run'}", "stages=[evaluate]")
     assert status == 1 and "needs stage ptq" in output, output
+
+
+def test_disk_without_room_is_said_before_anything_is_written(straight, tmp_path):
+    root, _ = straight
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        status, output = _run(root, f"run_dir={small / 'run'}", "stages=[ptq]")
+        assert status == 1 and "MiB are free" in output and "Calibrating" not in output, output
+        assert not (small / "run/ptq").exists()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

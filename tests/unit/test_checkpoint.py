@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 
 import pytest
 import torch
 
-from nemo_qad.checkpoint import folder as folders
-from nemo_qad.checkpoint.folder import disk_errors, new_folder, read_json, require_space, write_json
+from nemo_qad import files as folders
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.checkpoint.tensors import TENSORS, load_tensors, save_tensors
 from nemo_qad.errors import UserError
+from nemo_qad.files import disk_errors, new_folder, read_json, require_space, write_json
 
 TENSOR = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "b": torch.tensor([0.1])}
 
@@ -22,6 +23,15 @@ def test_tensors_come_back_bit_for_bit_with_their_meta(tmp_path):
     tensors, meta = load_tensors(tmp_path / "x")
     assert meta["step"] == 7 and tensors.keys() == TENSOR.keys()
     assert all(torch.equal(tensors[k], TENSOR[k]) and tensors[k].dtype == TENSOR[k].dtype for k in TENSOR)
+
+
+def test_files_can_be_read_by_who_serves_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        save_tensors(tmp_path / "x", TENSOR, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x" / TENSORS).stat().st_mode & 0o777 == 0o644
 
 
 def test_views_of_one_buffer_are_saved(tmp_path):

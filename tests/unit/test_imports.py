@@ -28,7 +28,7 @@ ENTRIES = ("train", "command_line", "sweep")
 NUMERICS = ("quantization.nvfp4", "quantization.fp8", "distillation.kl")
 HEAVY = ("torch", "megatron", "modelopt", "transformers")
 WITHOUT_TORCH = (
-    "checkpoint.folder",
+    "files",
     "command_line",
     "config",
     "errors",

@@ -58,6 +58,13 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def readable(path: Path) -> None:
+    """Gives a file the usual permissions: safetensors writes files that only their owner can read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that becomes `target` on success and vanishes on any error."""
@@ -70,10 +77,13 @@ def new_folder(target: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 flush(path)
+            # An older folder steps aside: a rename does not replace a folder that holds something.
+            old = target.with_name(f".{target.name}.{os.getpid()}.old")
             if target.exists():
-                shutil.rmtree(target)
+                os.rename(target, old)
             os.rename(temporary, target)
             flush(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
