@@ -19,8 +19,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(READY)
 	$(BIN)/python -m nemo_qad.train +recipe=four_over_six $(ARGS)
 
+# One process a core, up to 4, with one thread each; a file's tests stay together, as they share what they built.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

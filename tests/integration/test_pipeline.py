@@ -110,7 +110,7 @@ def test_stopped_qad_continues_to_the_same_bytes(straight):
     ("when", "stages", "kept"),
     [
         ("Calibrating, batch 1", "[ptq]", ["teacher"]),
-        ("evaluate 6/", "[ptq,qad,evaluate]", ["ptq", "qad", "teacher"]),
+        ("evaluate 3/", "[ptq,qad,evaluate]", ["ptq", "qad", "teacher"]),
     ],
 )
 def test_ctrl_c_keeps_what_is_finished(straight, when, stages, kept):
