@@ -51,7 +51,7 @@ def _measure(session: Session, module: torch.nn.Module, tasks: list[Task], bar: 
     size = session.run.evaluation.micro_batch_size
     logits = session.logits(module)
     measured = held_out(logits, session.logits(session.teacher), session.evaluation_batches)
-    bar.advance(tokens=measured.num_tokens)
+    bar.advance()
     scores = {"next_token_accuracy": measured.accuracy}
     for task in tasks:
         scores[task.name] = float(score(task, logits, size).float().mean())
