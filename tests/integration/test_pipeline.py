@@ -25,6 +25,8 @@ def _start(root: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "nemo_qad.train", *SHORT, f"cache_dir={root / 'cache'}", *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=root,
+        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
 
@@ -141,7 +143,7 @@ def test_ctrl_c_while_the_teacher_trains_continues_it(tmp_path, straight):
 def test_run_folder_of_another_configuration_is_refused(straight):
     root, _ = straight
     started = time.monotonic()
-    status, output = _run(root, f"run_dir={root / 'straight'}", "qad.learning_rate=1e-4")
+    status, output = _run(root, f"run_dir={root / 'straight'}", "qad.learning_rate=2e-4")
     assert status == 2 and "another configuration" in output and "learning_rate" in output, output
     assert time.monotonic() - started < 60
 
