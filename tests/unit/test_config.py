@@ -153,7 +153,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["qad.learning_rate=nan"], ["qad.learning_rate=nan", "finite"]),
     (["qad.temperature=0"], ["qad.temperature", "above 0"]),
     (["qad.warmup_steps=160"], ["qad.warmup_steps=160", "qad.steps=160"]),
-    (["teacher.warmup_steps=600"], ["teacher.warmup_steps=600", "teacher.steps=600"]),
+    (["teacher.warmup_steps=1000"], ["teacher.warmup_steps=1000", "teacher.steps=1000"]),
     (["qad.min_learning_rate=1"], ["qad.min_learning_rate=1", "qad.learning_rate"]),
     (["qad.average_decay=1"], ["qad.average_decay=1", "[0, 1)"]),
     (["data.held_out_fraction=0"], ["data.held_out_fraction=0", "(0, 1)"]),
