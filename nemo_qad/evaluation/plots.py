@@ -156,7 +156,7 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             kls = [_or_nan(row.get(f"kl_{model}")) for row in rows]
             bars = left.barh(positions, kls, 0.36, color=COLOURS[model], label=LABELS[model])
             left.bar_label(
-                bars, ["" if math.isnan(kl) else f"{kl:#.2g}" for kl in kls], padding=3, fontsize=9
+                bars, ["" if math.isnan(kl) else f"{kl:#.3g}" for kl in kls], padding=3, fontsize=9
             )
             medians = [100 * _or_nan(row.get(f"recovery_{model}_median")) for row in rows]
             minima = [100 * _or_nan(row.get(f"recovery_{model}_min")) for row in rows]
@@ -173,7 +173,8 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         right.axvline(100, color="black", linewidth=1.2)
         left.set_title("Held-out KL\n(lower is better)")
         right.set_title("Recovery, % of BF16\n(dot: median, tick: lowest task)")
-        left.legend(loc="best", frameon=True, edgecolor="none", fontsize=10)
+        # Below the axis: inside, it would cover a bar or its figure.
+        left.legend(loc="upper left", bbox_to_anchor=(0, -0.09), ncols=2, frameon=False, fontsize=10)
         _save(figure, path)
 
 
