@@ -13,7 +13,7 @@ import torch
 
 from nemo_qad.config import run_folder
 from nemo_qad.errors import ConfigError, UserError
-from nemo_qad.evaluation.console import final_table, say
+from nemo_qad.evaluation.console import final_table, last_line, say
 from nemo_qad.evaluation.plots import write_plots
 from nemo_qad.evaluation.report import write_report
 from nemo_qad.evaluation.results import read_results
@@ -66,6 +66,8 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
                     _run_stage(session, stage)
         if Stage.report in run.stages:
             _report(folder)
+        else:
+            say(last_line(read_results(folder.path)))
         return read_results(folder.path).summary()
     finally:
         folder.close()

@@ -181,6 +181,7 @@ def test_given_teacher_is_used(straight, tmp_path):
     source = next((root / "cache").glob("teacher-*/model"))
     status, output = _run(root, f"teacher.path={source}", f"run_dir={tmp_path / 'run'}", "stages=[ptq]")
     assert status == 0 and "teacher 1" not in output, output
+    assert "Not in this run: qad" in output.splitlines()[-1]
     ours, theirs = (load_file(r / "ptq/tensors.safetensors") for r in (tmp_path / "run", root / "straight"))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
