@@ -46,10 +46,6 @@ def is_known(key: str) -> bool:
     return key in leaves() or any(leaf.startswith(key + ".") for leaf in leaves())
 
 
-def is_list(key: str) -> bool:
-    return typing.get_origin(leaves().get(key)) is list
-
-
 def expected(key: str) -> str:
     """What a value of `key` looks like, for a message: "a whole number", "one of max, mse, ..."."""
     hint = leaves().get(key)

@@ -89,15 +89,26 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Atomic and durable; readable by a person."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file in one step: a temporary sibling, flushed to disk, renamed over the old one.
+
+    Raises UserError where the disk is full or cannot be written; the old file is then still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
+            os.replace(temporary, path)
+            flush(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic and durable; readable by a person."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:

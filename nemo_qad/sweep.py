@@ -24,8 +24,8 @@ from rich.text import Text
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import WIDTH, say
 from nemo_qad.evaluation.formats import DASH, markdown_table, percent, significant, size
-from nemo_qad.evaluation.report import replace_text
 from nemo_qad.evaluation.results import as_number
+from nemo_qad.files import replace_text
 
 HEADER = ("run", "KL PTQ", "KL QAD", "fall", "PTQ kept", "QAD kept", "size")
 

@@ -7,14 +7,13 @@ No torch, no Megatron.
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from pathlib import Path
 
 from nemo_qad.evaluation.formats import DASH, duration, markdown_table, percent, significant, size
 from nemo_qad.evaluation.recovery import NEXT_TOKEN, Recovery, judge_ptq
 from nemo_qad.evaluation.results import MODELS, STAGES, Results, as_number, read_results
-from nemo_qad.files import disk_errors, flush
+from nemo_qad.files import replace_text
 
 PLOTS = {
     "plots/recovery.png": "Accuracy kept by PTQ and by QAD, per task",
@@ -137,22 +136,6 @@ def next_command(results: Results) -> tuple[str, str]:
         return "Distil with a lower learning rate", _command([*gentler, f"qad.learning_rate={rate / 3:.1e}"])
     same = [item for item in overrides if not item.lstrip("+").startswith("recipe=")]
     return "Compare the recipes", _command(["-m", "+recipe=max,mse,four_over_six", *same])
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file in one step: a temporary sibling, flushed to disk, renamed over the old one.
-
-    Raises UserError where the disk is full or cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with disk_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            flush(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _command(arguments: list[str]) -> str:

@@ -15,8 +15,9 @@ from run_folders import write, write_run
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation import plots
 from nemo_qad.evaluation.recovery import recover
-from nemo_qad.evaluation.report import headline, next_command, replace_text, write_report
+from nemo_qad.evaluation.report import headline, next_command, write_report
 from nemo_qad.evaluation.results import HeldOutPoint, read_held_out, read_results
+from nemo_qad.files import replace_text
 
 
 def _rows(text: str) -> dict[str, list[str]]:
@@ -178,7 +179,7 @@ def test_a_failed_write_leaves_the_old_report_and_no_litter(tmp_path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nemo_qad.evaluation.report.flush", full)
+    monkeypatch.setattr("nemo_qad.files.flush", full)
     with pytest.raises(UserError, match="disk is full"):
         replace_text(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
