@@ -25,7 +25,16 @@ PACKAGES = (
 )
 ABOVE_PACKAGES = ("stages", "config", "command_line", "train", "sweep")
 ENTRIES = ("train", "command_line", "sweep")
-NUMERICS = ("quantization.nvfp4", "quantization.fp8", "distillation.kl")
+NUMERICS = (
+    "quantization.nvfp4",
+    "quantization.fp8",
+    "distillation.kl",
+    "distillation.tokens",
+    "distillation.fused",
+    "distillation.linear_kl",
+    "distillation.sparse_kl",
+    "distillation.sparse_logits",
+)
 HEAVY = ("torch", "megatron", "modelopt", "transformers")
 WITHOUT_TORCH = (
     "files",
@@ -100,9 +109,10 @@ def within(module: str, package: str) -> bool:
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
-def test_numerics_import_torch_alone(numerics: str) -> None:
-    others = roots(numerics) - set(sys.stdlib_module_names) - {"torch"}
+def test_numerics_import_torch_and_each_other_alone(numerics: str) -> None:
+    others = roots(numerics) - set(sys.stdlib_module_names) - {"torch", "nemo_qad"}
     assert others == set()
+    assert own(numerics) <= set(NUMERICS)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -131,7 +141,7 @@ def test_each_host_is_reached_from_its_own_place() -> None:
 
     assert users("omegaconf") <= {"config", "sweep"}
     assert users("hydra") <= {"config", "command_line", "train", "sweep"}
-    assert users("modelopt") == {"quantization.modelopt"}
+    assert users("modelopt") == {"quantization.modelopt", "distillation.modelopt"}
     assert not [m for m in users("megatron") if m.startswith(("evaluation", "huggingface"))]
 
 
