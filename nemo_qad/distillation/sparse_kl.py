@@ -14,9 +14,15 @@ of the student and its own rest s = 1 - sum_j q_j, this is the divergence of the
 It never exceeds the true divergence, and equals it where both models share out the rest in the same way. The
 rest is kept, so a student that moves probability into it is told so.
 
-sampled: K draws j from p, each of weight 1/K. The estimate is unbiased, and so is its gradient:
+sampled: K draws j from p, and the ratio r_j = q_j / p_j of each:
 
-    loss = tau^2 / K * sum_j (log p_j - log q_j),    d loss / d logit_v = tau * (q_v - (draws of v) / K)
+    loss = tau^2 / K * sum_j (r_j - 1 - log r_j)
+    d loss / d logit_v = tau / K * sum_j (r_j - 1) ([v = j] - q_v)
+
+Both are unbiased: the mean of r over p is 1, so r - 1 adds nothing to the mean of -log r, which is kl(p || q). It
+takes away most of the noise (Schulman 2020, "Approximating KL divergence", estimator k3): each term, and its
+gradient, vanishes as q_j comes near p_j, as a quantised student's is from the start. The plain gradient
+q - (draws / K) would keep the noise of the draws however near the student is.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ class SparseLogits:
     """What is known of a teacher's distribution at temperature tau over the true vocabulary.
 
     indices_TK: integers below V. log_prob_TK: log p of those, FP32. log_tail_T: log of the probability outside
-    the K values, FP32, -inf if there is none; None says that the K values are draws, with repetition.
+    the K values, FP32, -inf if there is none; None says that the K values are draws, with repetition, each of
+    weight 1/K.
     """
 
     indices_TK: Tensor
@@ -66,7 +73,7 @@ def reference_sparse_kl(
     index_TK, log_p_TK = teacher.indices_TK.long(), teacher.log_prob_TK.to(log_q_TV.dtype)
     difference_TK = log_p_TK - log_q_TV.gather(1, index_TK)
     if teacher.log_tail_T is None:
-        per_token_T = difference_TK.mean(1)
+        per_token_T = (torch.expm1(-difference_TK) + difference_TK).mean(1)
     else:
         per_token_T = torch.where(log_p_TK.isneginf(), 0, log_p_TK.exp() * difference_TK).sum(1)
         log_s_T = log_q_TV.scatter(1, index_TK, -torch.inf).logsumexp(1)
@@ -90,10 +97,7 @@ class _SparseTeacher:
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None:
         self.index_CK = self.teacher.indices_TK[chunk.tokens].long() - self.columns.first
         self.log_p_CK = self.teacher.log_prob_TK[chunk.tokens].double()
-        if self.teacher.log_tail_T is None:
-            self.weight_CK = torch.full_like(self.log_p_CK, 1 / self.log_p_CK.shape[1])
-        else:
-            self.weight_CK = self.log_p_CK.exp()
+        if self.teacher.log_tail_T is not None:
             self.log_tail_C = self.teacher.log_tail_T[chunk.tokens].double()
         # The student's logits at the K values; those of other ranks stay -inf here.
         self.chosen_CK = torch.full(self.log_p_CK.shape, -torch.inf, dtype=dtype, device=self.log_p_CK.device)
@@ -118,35 +122,40 @@ class _SparseTeacher:
         self.rest_parts.append(sum_C.log() + maximum_C1[:, 0])
 
     def loss(self) -> Tensor:
-        chosen_CK = self.chosen_CK.double()
-        here_CK = (self.index_CK >= 0) & (self.index_CK < self.columns.valid)
-        cross_CK = torch.where(here_CK, self.weight_CK * (self.log_p_CK - chosen_CK), 0)
-        nothing_C = chosen_CK.new_full(chosen_CK.shape[:1], -torch.inf)
+        nothing_C = self.log_p_CK.new_full(self.log_p_CK.shape[:1], -torch.inf)
         rest_C = torch.stack(self.rest_parts).logsumexp(0) if self.rest_parts else nothing_C
-        top_C = chosen_CK.logsumexp(1) if self.has_tail else nothing_C
-        # A value of probability 0 has log p = -inf and adds 0.
-        cross_C = torch.where(self.weight_CK > 0, cross_CK, 0).sum(1)
-        parts_RC3 = gather_parts(torch.stack([rest_C, top_C, cross_C], 1), self.tokens.group)
-        rest_C, top_C = parts_RC3[..., :2].logsumexp(0).unbind(1)
-        self.lse_C = torch.logaddexp(rest_C, top_C)
-        loss_C = parts_RC3[..., 2].sum(0) + self.weight_CK.sum(1) * self.lse_C
-        self.rest_scale_C = torch.ones_like(loss_C)
-        if self.has_tail:
-            log_ratio_C = self.log_tail_C - (rest_C - self.lse_C)  # log (r / s)
-            with_tail_C = self.log_tail_C > -torch.inf
-            loss_C = loss_C + torch.where(with_tail_C, self.log_tail_C.exp() * log_ratio_C, 0)
-            self.rest_scale_C = torch.where(with_tail_C, -torch.expm1(log_ratio_C), 1)
+        # One rank holds the student's logit of a value, the others -inf: their maximum is the logit.
+        parts_RCK = gather_parts(torch.cat([self.chosen_CK.double(), rest_C[:, None]], 1), self.tokens.group)
+        rest_C = parts_RCK[..., -1].logsumexp(0)
+        chosen_CK = parts_RCK[..., :-1].amax(0)
+        loss_C = self._top_k_loss(chosen_CK, rest_C) if self.has_tail else self._sampled_loss(chosen_CK, rest_C)
         return self.temperature**2 * loss_C
+
+    def _top_k_loss(self, chosen_CK: Tensor, rest_C: Tensor) -> Tensor:
+        self.lse_C = torch.logaddexp(rest_C, chosen_CK.logsumexp(1))
+        p_CK, log_q_CK = self.log_p_CK.exp(), chosen_CK - self.lse_C[:, None]
+        # A value of probability 0 has log p = -inf and adds 0.
+        top_C = torch.where(p_CK > 0, p_CK * (self.log_p_CK - log_q_CK), 0).sum(1)
+        log_ratio_C = self.log_tail_C - (rest_C - self.lse_C)  # log (r / s)
+        has_rest_C = self.log_tail_C > -torch.inf
+        self.rest_scale_C = torch.where(has_rest_C, -torch.expm1(log_ratio_C), 1)
+        self.at_values_CK = log_q_CK.exp() - p_CK
+        return top_C + torch.where(has_rest_C, self.log_tail_C.exp() * log_ratio_C, 0)
+
+    def _sampled_loss(self, chosen_CK: Tensor, rest_C: Tensor) -> Tensor:
+        self.lse_C = rest_C  # nothing was taken out of the rest
+        log_r_CK = chosen_CK - self.lse_C[:, None] - self.log_p_CK
+        excess_CK = torch.expm1(log_r_CK)  # r - 1
+        self.rest_scale_C = -excess_CK.mean(1)
+        self.at_values_CK = excess_CK / excess_CK.shape[1]
+        return (excess_CK - log_r_CK).mean(1)
 
     def gradient(self, block: slice, student_CB: Tensor) -> Tensor:
         dtype = student_CB.dtype
         scale_C1 = (self.maxima[block.start].double() - self.lse_C[:, None]).exp() * self.rest_scale_C[:, None]
         student_CB.mul_((scale_C1 * self.temperature).to(dtype))
         inside_CK, column_CK = self._inside(block)
-        at_values_CK = -self.weight_CK
-        if self.has_tail:  # whose q was taken out of the rest above
-            at_values_CK = at_values_CK + (self.chosen_CK.double() - self.lse_C[:, None]).exp()
-        at_values_CK = torch.where(inside_CK, at_values_CK * self.temperature, 0)
+        at_values_CK = torch.where(inside_CK, self.at_values_CK * self.temperature, 0)
         return student_CB.scatter_add_(1, column_CK, at_values_CK.to(dtype))
 
     def weak_points(self, row: int | None) -> list[tuple[str, bool]]:
