@@ -90,3 +90,25 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     # Without special tokens in the text: a file that spells "<eod>" must not end a document.
     tokenizer.encode_special_tokens = True
     return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in tokenizer.encode_batch_fast(texts)]
+
+
+def require_same_vocabulary(data: Tokenizer, teacher: Tokenizer, teacher_path: Path) -> None:
+    """A student may only learn from a teacher that means the same word by each id.
+
+    Raises:
+        UserError: with the first ids whose words differ.
+    """
+    ours, theirs = (
+        {i: word for word, i in tokenizer.get_vocab(with_added_tokens=True).items()} for tokenizer in (data, teacher)
+    )
+    ids = sorted(ours.keys() | theirs.keys())
+    different = [i for i in ids if ours.get(i) != theirs.get(i)]
+    if not different:
+        return
+    shown = "; ".join(
+        f"id {i}: {ours.get(i)!r} in the data, {theirs.get(i)!r} of the teacher" for i in different[:3]
+    )
+    raise UserError(
+        f"{teacher_path / 'tokenizer.json'} and the data's tokenizer differ in {len(different)} of {len(ids)} ids "
+        f"({shown}). Ids would mean other words to the teacher: prepare the data with the teacher's tokenizer"
+    )
