@@ -124,7 +124,7 @@ class _FusedLoss(torch.autograd.Function):
         most = min(plan.chunk_size, max(plan.tokens.count, 1))
         if isinstance(plan.tokens, SequenceShards):
             most = max(most, plan.tokens.ranks)  # one token of each rank is the least that a chunk can hold
-        student = torch.empty(most, plan.columns.valid, dtype=dtype, device=device)
+        scratch = torch.empty(most * plan.columns.valid, dtype=dtype, device=device)
         grad_hidden = torch.zeros_like(hidden_TD) if plan.hidden_gradient else None
         grad_weight = torch.zeros_like(weight_vD, dtype=dtype) if plan.weight_gradient else None
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -132,13 +132,12 @@ class _FusedLoss(torch.autograd.Function):
         first_bad = torch.full((), none_yet, device=device)
         for chunk in plan.tokens.chunks(plan.chunk_size):
             hidden_CD = plan.tokens.take(hidden_TD, chunk)
-            student_CV = student[: len(hidden_CD)]
             teacher.begin(chunk, dtype)
-            loss_C = _compare(hidden_CD, weight_vD, student_CV, teacher, plan)
+            loss_C = _compare(hidden_CD, weight_vD, scratch, teacher, plan)
             total += loss_C.sum()
             first_bad = torch.where(loss_C.isfinite(), none_yet, chunk.tokens).min().minimum(first_bad)
             if grad_hidden is not None or grad_weight is not None:
-                grad_CD = _differentiate(hidden_CD, weight_vD, student_CV, teacher, plan, grad_weight)
+                grad_CD = _differentiate(hidden_CD, weight_vD, scratch, teacher, plan, grad_weight)
                 if grad_hidden is not None:
                     plan.tokens.put(grad_hidden, chunk, grad_CD)
         if first_bad < none_yet:
@@ -161,28 +160,29 @@ class _FusedLoss(torch.autograd.Function):
         return scaled[0], None if weight is None else scaled[1].to(ctx.weight_dtype), None, None
 
 
-def _compare(hidden_CD: Tensor, weight_vD: Tensor, student_CV: Tensor, teacher: Teacher, plan: Plan) -> Tensor:
+def _compare(hidden_CD: Tensor, weight_vD: Tensor, scratch: Tensor, teacher: Teacher, plan: Plan) -> Tensor:
     """Projects the student block by block and has each block compared; returns the tokens' losses, FP64 [C]."""
-    operand_CD = operand(hidden_CD, student_CV.dtype)
-    for block in blocks(student_CV, plan.columns):
-        project(operand_CD, weight_vD[block], student_CV[:, block], plan.temperature)
-        teacher.compare(block, student_CV[:, block])
+    operand_CD = operand(hidden_CD, scratch.dtype)
+    for block in blocks(len(hidden_CD), scratch, plan.columns):
+        student_CB = block_of(scratch, len(hidden_CD), block)
+        project(operand_CD, weight_vD[block], student_CB, plan.temperature)
+        teacher.compare(block, student_CB)
     return teacher.loss()
 
 
 def _differentiate(
     hidden_CD: Tensor,
     weight_vD: Tensor,
-    student_CV: Tensor,
+    scratch: Tensor,
     teacher: Teacher,
     plan: Plan,
     grad_weight_vD: Tensor | None,
 ) -> Tensor:
     """Adds to the weight's gradient and returns the hidden states', this rank's columns' part of it, [C, D]."""
-    operand_CD = operand(hidden_CD, student_CV.dtype)
-    grad_CD = torch.zeros(hidden_CD.shape, dtype=student_CV.dtype, device=student_CV.device)
-    for block in blocks(student_CV, plan.columns):
-        grad_CB = teacher.gradient(block, student_CV[:, block])
+    operand_CD = operand(hidden_CD, scratch.dtype)
+    grad_CD = torch.zeros(hidden_CD.shape, dtype=scratch.dtype, device=scratch.device)
+    for block in blocks(len(hidden_CD), scratch, plan.columns):
+        grad_CB = teacher.gradient(block, block_of(scratch, len(hidden_CD), block))
         if plan.hidden_gradient:
             accumulate(grad_CD, grad_CB, weight_vD[block])
         if grad_weight_vD is not None:
@@ -190,9 +190,18 @@ def _differentiate(
     return grad_CD
 
 
-def blocks(logits_CV: Tensor, columns: Columns) -> list[slice]:
+def blocks(num_tokens: int, scratch: Tensor, columns: Columns) -> list[slice]:
     """The rank's valid columns in blocks that suit its caches, the same for every use of one chunk."""
-    return list(columns.blocks(block_size(len(logits_CV), logits_CV, logits_CV.dtype.itemsize)))
+    return list(columns.blocks(block_size(num_tokens, scratch, scratch.dtype.itemsize)))
+
+
+def block_of(scratch: Tensor, num_tokens: int, block: slice) -> Tensor:
+    """A chunk's logits of one block, [C, B], in scratch memory [at least C * v] that holds block after block.
+
+    Each block is contiguous: rows of the whole vocabulary lie a power of two apart, and contend for the same cache
+    lines.
+    """
+    return scratch[num_tokens * block.start : num_tokens * block.stop].view(num_tokens, -1)
 
 
 def operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:

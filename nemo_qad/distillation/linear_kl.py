@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, make_plan, not_finite, operand, project
+from nemo_qad.distillation.fused import MEMORY_BUDGET, block_of, fused_loss, make_plan, not_finite, operand, project
 from nemo_qad.distillation.kl import (
     Columns,
     Divergence,
@@ -35,31 +35,31 @@ class _DenseTeacher:
         self.hidden_TE, self.weight_vE = hidden_TE, weight_vE
         self.columns, self.divergence = columns, divergence
         self.tokens: Tokens
-        self.buffer = hidden_TE.new_empty(0, columns.valid)
+        self.scratch = hidden_TE.new_empty(0)
 
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None:
         taken_CE = self.tokens.take(self.hidden_TE, chunk)
-        if len(self.buffer) < len(taken_CE):  # the first chunk is the largest
-            size = (len(taken_CE), self.columns.valid)
-            self.buffer = torch.empty(size, dtype=dtype, device=taken_CE.device)
-        self.hidden_CE, self.logits_CV = operand(taken_CE, dtype), self.buffer[: len(taken_CE)]
+        self.num_tokens = len(taken_CE)
+        if len(self.scratch) < self.num_tokens * self.columns.valid:  # the first chunk is the largest
+            self.scratch = torch.empty(self.num_tokens * self.columns.valid, dtype=dtype, device=taken_CE.device)
+        self.hidden_CE = operand(taken_CE, dtype)
         self.parts: list[Tensor] = []
         self.maxima: dict[int, Tensor] = {}
 
     def compare(self, block: slice, student_CB: Tensor) -> None:
-        teacher_CB = self.logits_CV[:, block]
+        teacher_CB = block_of(self.scratch, self.num_tokens, block)
         project(self.hidden_CE, self.weight_vE[block], teacher_CB, self.divergence.temperature)
         part_C3, self.maxima[block.start] = compare_block(teacher_CB, student_CB, self.divergence)
         self.parts.append(part_C3)
 
     def loss(self) -> Tensor:
         self.whole_C3 = whole_vocabulary(
-            self.parts, len(self.hidden_CE), self.hidden_CE, self.divergence, self.tokens.group
+            self.parts, self.num_tokens, self.hidden_CE, self.divergence, self.tokens.group
         )
         return loss_per_token(self.whole_C3, self.divergence)
 
     def gradient(self, block: slice, student_CB: Tensor) -> Tensor:
-        teacher_CB = self.logits_CV[:, block]
+        teacher_CB = block_of(self.scratch, self.num_tokens, block)
         return gradient_block(teacher_CB, student_CB, self.maxima[block.start], self.whole_C3, self.divergence)
 
     def weak_points(self, row: int | None) -> list[tuple[str, bool]]:

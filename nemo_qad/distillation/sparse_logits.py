@@ -163,7 +163,7 @@ def _collect(
         rows = slice(start, min(start + chunk_size, len(hidden_TD)))
         hidden_CD = operand(hidden_TD[rows], dtype)
         logits_CV = torch.empty(len(hidden_CD), columns.valid, dtype=dtype, device=hidden_TD.device)
-        for block in blocks(logits_CV, columns):
+        for block in blocks(len(logits_CV), logits_CV, columns):
             project(hidden_CD, weight_vD[block], logits_CV[:, block], temperature)
         index_CK, log_prob_CK, log_tail_C = select(logits_CV, rows)
         bad_C = log_prob_CK.isnan().any(1)
