@@ -67,9 +67,34 @@ class Keep(StrEnum):
     last = "last"
 
 
+class Loss(StrEnum):
+    """What QAD minimises.
+
+    linear_kl: kl(teacher || student) from hidden states and output weights; never holds logits.
+    kl: the same on full logits.
+    modelopt: ModelOpt's stock LogitsKLLoss, the peer to compare with; it counts padded vocabulary columns.
+    top_k: the teacher's `sparse_values` most likely words, all others as one bucket, from a file.
+    sampled: `sparse_values` draws a token from the teacher's distribution, from a file.
+    """
+
+    linear_kl = "linear_kl"
+    kl = "kl"
+    modelopt = "modelopt"
+    top_k = "top_k"
+    sampled = "sampled"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the teacher comes from a file and is not built beside the student."""
+        return self in (Loss.top_k, Loss.sampled)
+
+
 class Stage(StrEnum):
+    """In their order. `logits` writes the teacher's file and applies to the sparse losses alone."""
+
     teacher = "teacher"
     ptq = "ptq"
+    logits = "logits"
     qad = "qad"
     evaluate = "evaluate"
     export = "export"
@@ -200,7 +225,7 @@ class TeacherConfig:
 
 @dataclass
 class QadConfig:
-    """Distillation: forward KL(teacher || student) over valid tokens, published settings in conf/qad."""
+    """Distillation: kl(teacher || student) over valid tokens by default, published settings in conf/qad."""
 
     name: str = MISSING
     learning_rate: float = MISSING
@@ -211,7 +236,12 @@ class QadConfig:
     global_batch_size: int = MISSING
     micro_batch_size: int = 1
     sequence_length: int = MISSING
+    loss: Loss = Loss.linear_kl
+    reverse: bool = False  # kl(student || teacher); linear_kl and kl only
     temperature: float = 1.0
+    loss_memory_mib: int = 64  # scratch memory of the fused losses
+    sparse_values: int = 64  # a token, in the teacher's file
+    teacher_logits: str | None = None  # an existing folder of sparse logits; empty: made in the cache
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8

@@ -16,6 +16,7 @@ from nemo_qad.errors import ConfigError
 from nemo_qad.schema import (
     Format,
     KvFormat,
+    Loss,
     ModelConfig,
     ParallelConfig,
     QadScales,
@@ -56,6 +57,7 @@ def validate(run: RunConfig) -> None:
     _check_block_sizes(run.recipe, run.model, run.parallel)
     _check_schedules(run)
     _check_lengths(run)
+    _check_loss(run)
     check_sharding(run.model, run.parallel)
     check_batches(run)
     _check_stages(run)
@@ -66,7 +68,9 @@ def validate(run: RunConfig) -> None:
 
 def check_inputs(run: RunConfig) -> None:
     """Raises ConfigError when a folder that the run reads is not there, or was not named."""
-    for field, path in (("data.path", run.data.path), ("teacher.path", run.teacher.path)):
+    teacher = run.teacher.path if reads_teacher(run) else None
+    folders = {"data.path": run.data.path, "teacher.path": teacher}
+    for field, path in (folders | {"qad.teacher_logits": run.qad.teacher_logits}).items():
         if path and not Path(path).is_dir():
             raise ConfigError(field, path, "no such folder", "Give the path of an existing folder.")
     if run.model.source and not run.teacher.path:
@@ -76,6 +80,16 @@ def check_inputs(run: RunConfig) -> None:
             f"model={run.model.name} is a released model, too large to train here",
             "Give teacher.path=FOLDER, the Hugging Face checkpoint of its BF16 weights.",
         )
+
+
+def reads_teacher(run: RunConfig) -> bool:
+    """Whether a stage of this run needs the teacher's weights once its digest is known."""
+    readers = {Stage.teacher, Stage.ptq, Stage.evaluate}
+    if not run.qad.loss.is_sparse:
+        readers.add(Stage.qad)
+    elif run.qad.teacher_logits is None:
+        readers.add(Stage.logits)
+    return not readers.isdisjoint(run.stages)
 
 
 def _check_numbers(node: Any, prefix: str) -> None:
@@ -267,10 +281,29 @@ def _check_lengths(run: RunConfig) -> None:
             raise ConfigError(f"{name}.sequence_length", length, problem, remedy)
 
 
+def _check_loss(run: RunConfig) -> None:
+    qad, sparse = run.qad, "qad.loss=top_k or qad.loss=sampled"
+    if qad.reverse and qad.loss not in (Loss.linear_kl, Loss.kl):
+        problem = f"qad.loss={qad.loss} is kl(teacher || student) alone"
+        raise ConfigError("qad.reverse", "true", problem, "Give qad.loss=linear_kl or qad.loss=kl.")
+    if qad.loss.is_sparse and qad.sparse_values > run.model.vocab_size:
+        problem = f"more than model.vocab_size={run.model.vocab_size}"
+        raise ConfigError("qad.sparse_values", qad.sparse_values, problem, "Give a smaller number.")
+    if qad.teacher_logits is not None and not qad.teacher_logits.strip():
+        raise ConfigError("qad.teacher_logits", "''", "no folder", "Name one, or leave it out.")
+    if qad.teacher_logits is not None and not qad.loss.is_sparse:
+        problem = f"qad.loss={qad.loss} reads no file, the teacher runs beside the student"
+        raise ConfigError("qad.teacher_logits", qad.teacher_logits, problem, f"Give {sparse}, or leave it out.")
+
+
 def _check_stages(run: RunConfig) -> None:
+    """A dense loss leaves `logits` out of any list, so that one list serves a sweep over losses."""
     names = ", ".join(stage.name for stage in Stage)
     if not run.stages:
         raise ConfigError("stages", "[]", "nothing to do", f"Name at least one of {names}.")
     for stage in run.stages:
         if run.stages.count(stage) > 1:
             raise ConfigError("stages", stage, "named twice", "Name each stage once.")
+    if run.stages == [Stage.logits] and not run.qad.loss.is_sparse:
+        problem = f"nothing to do, qad.loss={run.qad.loss} needs no file of the teacher"
+        raise ConfigError("stages", "[logits]", problem, "Give qad.loss=top_k or qad.loss=sampled.")

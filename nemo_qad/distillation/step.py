@@ -1,32 +1,144 @@
-"""What one micro-batch contributes: the distillation loss of the student against its frozen teacher."""
+"""What one micro-batch contributes: the distillation loss of the student against its frozen teacher.
+
+B micro-batch, S sequence, T = B x S tokens, D hidden, v output columns of this rank, K values a token.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_qad.distillation.kl import kl_divergence
-from nemo_qad.models.build import forward_logits
+from nemo_qad.distillation.kl import NonFiniteError, kl_divergence
+from nemo_qad.distillation.linear_kl import linear_kl
+from nemo_qad.distillation.sparse_kl import SparseLogits, sparse_kl
+from nemo_qad.errors import UserError
+from nemo_qad.models.build import bare, forward_hidden, forward_logit_shards, output_weight
+from nemo_qad.quantization.student import linear_operands
+from nemo_qad.schema import Loss as LossName
+from nemo_qad.schema import QadConfig
 from nemo_qad.training.trainer import Batch, Loss
 
 
-def distillation_loss(teacher: torch.nn.Module, *, vocab_size: int, temperature: float) -> Loss:
-    """kl(teacher || student) over the tokens whose loss_mask is above 0, as a (sum, count) in nats.
+def distillation_loss(qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Module | None) -> Loss:
+    """The loss `qad.loss` over the tokens whose loss_mask is above 0, as a (sum, count) in nats.
 
-    The teacher runs without gradients and in eval mode: no dropout, no router state that moves.
+    The teacher runs without gradients and in eval mode: no dropout, no router state that moves. The sparse losses
+    take None: their batches carry teacher_indices [B, S, K], teacher_log_prob [B, S, K] and, for top_k,
+    teacher_log_tail [B, S].
+
+    The loss raises UserError when hidden states, weights or the teacher's values hold NaN or Inf, and names the
+    place.
     """
-    teacher.eval()
+    if teacher is not None:
+        teacher.eval()
+    kinds: dict[LossName, Callable[..., tuple[Tensor, Tensor]]] = {
+        LossName.linear_kl: _fused,
+        LossName.kl: _on_logits,
+        LossName.modelopt: _by_modelopt,
+        LossName.top_k: _sparse,
+        LossName.sampled: _sparse,
+    }
 
     def loss(student: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            teacher_BSW = forward_logits(teacher, batch["tokens"])
-        student_BSW = forward_logits(student, batch["tokens"])
-        return kl_divergence(
-            teacher_BSW.flatten(0, 1),
-            student_BSW.flatten(0, 1),
-            batch["loss_mask"].flatten(),
-            vocab_size=vocab_size,
-            temperature=temperature,
-        )
+        try:
+            return kinds[qad.loss](student, batch, qad=qad, vocab_size=vocab_size, teacher=teacher)
+        except NonFiniteError as error:
+            order_T = _token_order(torch.arange(batch["tokens"].numel()).view(batch["tokens"].shape), student)
+            row, position = divmod(int(order_T[error.token]), batch["tokens"].shape[1])
+            raise UserError(
+                f"qad: the loss of token {position} of sample {row} of the micro-batch is not finite: {error.source}. "
+                "Nothing was updated; look at the weights that are named and at the data of this step"
+            ) from None
 
     return loss
+
+
+def output_operands(module: torch.nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """What the output layer of a model multiplies: hidden states [T, D] and weight [v, D], fake-quantised if they are.
+
+    Under sequence parallelism T / ranks hidden states, in the order of `_token_order`.
+    """
+    hidden_TD = forward_hidden(module, tokens_BS).flatten(0, 1)
+    return linear_operands(bare(module).output_layer, hidden_TD, output_weight(module))
+
+
+def _token_order(values_BS: Tensor, module: torch.nn.Module) -> Tensor:
+    """Values [B, S, ...] as [T, ...], in the order of the hidden states of all tensor-parallel ranks in turn."""
+    config = bare(module).config
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return values_BS.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _fused_settings(student: torch.nn.Module, qad: QadConfig, vocab_size: int) -> dict[str, Any]:
+    model = bare(student)
+    return {
+        "vocab_size": vocab_size,
+        "temperature": qad.temperature,
+        "group": model.pg_collection.tp,
+        "sequence_parallel": model.config.sequence_parallel,
+        "memory_budget": qad.loss_memory_mib * 2**20,
+    }
+
+
+def _fused(
+    student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: torch.nn.Module
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        of_teacher = output_operands(teacher, batch["tokens"])
+    return linear_kl(
+        *of_teacher,
+        *output_operands(student, batch["tokens"]),
+        _token_order(batch["loss_mask"], student),
+        reverse=qad.reverse,
+        **_fused_settings(student, qad, vocab_size),
+    )
+
+
+def _sparse(
+    student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: None
+) -> tuple[Tensor, Tensor]:
+    def in_order(name: str) -> Tensor:
+        return _token_order(batch[name], student)
+
+    tail_T = in_order("teacher_log_tail") if qad.loss is LossName.top_k else None
+    return sparse_kl(
+        SparseLogits(in_order("teacher_indices"), in_order("teacher_log_prob"), tail_T),
+        *output_operands(student, batch["tokens"]),
+        in_order("loss_mask"),
+        **_fused_settings(student, qad, vocab_size),
+    )
+
+
+def _on_logits(
+    student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: torch.nn.Module
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        teacher_SBv = forward_logit_shards(teacher, batch["tokens"])
+    return kl_divergence(
+        teacher_SBv.flatten(0, 1),
+        forward_logit_shards(student, batch["tokens"]).flatten(0, 1),
+        batch["loss_mask"].T.flatten(),
+        vocab_size=vocab_size,
+        temperature=qad.temperature,
+        reverse=qad.reverse,
+        group=bare(student).pg_collection.tp,
+    )
+
+
+def _by_modelopt(
+    student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: torch.nn.Module
+) -> tuple[Tensor, Tensor]:
+    from nemo_qad.distillation.modelopt import modelopt_kl
+
+    with torch.no_grad():
+        teacher_SBv = forward_logit_shards(teacher, batch["tokens"])
+    return modelopt_kl(
+        teacher_SBv,
+        forward_logit_shards(student, batch["tokens"]),
+        batch["loss_mask"],
+        config=bare(student).config,
+        temperature=qad.temperature,
+    )

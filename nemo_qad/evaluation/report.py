@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_qad.evaluation.formats import DASH, duration, markdown_table, percent, significant, size
 from nemo_qad.evaluation.recovery import NEXT_TOKEN, Recovery, judge_ptq
-from nemo_qad.evaluation.results import MODELS, STAGES, Results, as_number, read_results
+from nemo_qad.evaluation.results import MODELS, Results, as_number, read_results
 from nemo_qad.files import replace_text
 
 PLOTS = {
@@ -23,7 +23,7 @@ HIGHLIGHTS = (
     "model.name", "model.hybrid_pattern", "model.hidden_size", "model.vocab_size", "model.precision",
     "recipe.name", "recipe.scale_search", "recipe.weight_scales", "recipe.qad_scales", "recipe.kv_cache",
     "calibration.num_samples", "calibration.sequence_length", "data.name",
-    "qad.learning_rate", "qad.min_learning_rate", "qad.schedule", "qad.steps", "qad.global_batch_size",
+    "qad.loss", "qad.learning_rate", "qad.min_learning_rate", "qad.schedule", "qad.steps", "qad.global_batch_size",
     "qad.sequence_length", "qad.keep", "parallel.name", "evaluation.num_questions", "seed",
 )  # fmt: skip
 WEIGHTS = {
@@ -86,12 +86,12 @@ def headline(results: Results) -> str:
     ptq, qad, fall, ratio = results.kl_ptq, results.kl_qad, results.kl_fall, results.size_ratio
     smaller = f" The exported checkpoint is {ratio:.2f}x smaller than BF16." if ratio else ""
     if fall is None:
-        known = (
-            f" PTQ stands at a held-out KL of {significant(ptq)} nats per token." if ptq is not None else ""
-        )
-        done = ", ".join(stage for stage in STAGES if stage in results.stages and stage != "report")
+        known = f" PTQ stands at a held-out KL of {significant(ptq)} nats per token." if ptq is not None else ""
+        done = ", ".join(s for s in results.expected_stages if s in results.stages and s != "report")
         return f"No QAD result to judge; finished so far: {done or 'nothing'}.{known}{smaller}"
     change = f"held-out KL to BF16 {significant(ptq)} -> {significant(qad)} nats per token"
+    if results.is_coarse:
+        change += f", a lower bound by {results.setting('qad.sparse_values') or DASH} words a token"
     if fall <= 0:
         return f"QAD did not help: {change}. Lower qad.learning_rate.{smaller}"
     return f"QAD took away {percent(fall, 0)} of the damage that PTQ did ({change}).{smaller}"
@@ -110,7 +110,7 @@ def kept_accuracy(recovery: Recovery) -> str:
 
 def missing_stages(results: Results) -> list[str]:
     """Stages without a result, in order; the report itself does not count."""
-    return [stage for stage in STAGES if stage not in results.stages and stage != "report"]
+    return [stage for stage in results.expected_stages if stage not in results.stages and stage != "report"]
 
 
 def next_command(results: Results) -> tuple[str, str]:
@@ -149,8 +149,7 @@ def _accuracy(results: Results) -> str:
     scores = {model: results.scores(model) for model in MODELS}
     ratios = [found.tasks if found else {} for found in (ptq, qad)]
     medians, minima = (
-        [percent(getattr(found, end) if found else None) for found in (ptq, qad)]
-        for end in ("median", "minimum")
+        [percent(getattr(found, end) if found else None) for found in (ptq, qad)] for end in ("median", "minimum")
     )
     rows = [
         ["**recovery, median**", DASH, DASH, DASH, *(f"**{ratio}**" for ratio in medians)],
@@ -179,6 +178,12 @@ def _accuracy_notes(results: Results, recovery: Recovery | None) -> list[str]:
             + (percent(closed) if closed is not None else "none to close, PTQ is no worse than BF16")
             + ". Table and plot rest on different held-out text: the plot's chose the weights."
         )
+    if results.is_sparse:
+        notes.append(
+            f"QAD read its teacher from a file of sparse logits. The KL of its validations, and of the plot, counts "
+            f"the {results.setting('qad.sparse_values') or DASH} most likely words of a token and all others as one: "
+            "it is a lower bound of the KL of the table, which is exact."
+        )
     if recovery is not None:
         reasons = "; ".join(f"{task} ({reason})" for task, reason in recovery.excluded.items())
         notes += [f"Left out of the median and the minimum: {reasons}."] if reasons else []
@@ -206,9 +211,7 @@ def _sizes(results: Results) -> str:
     place = f"`{results.value('export', 'folder') or DASH}`, {results.value('export', 'quant_algo') or DASH}"
     checked = "It was not decoded again to check it."
     if verified:
-        checked = (
-            f"{verified:.0f} weights, decoded from its files again, equal the evaluated ones bit for bit."
-        )
+        checked = f"{verified:.0f} weights, decoded from its files again, equal the evaluated ones bit for bit."
     return f"{table}\n\n{place}, {DASH if tensors is None else int(tensors)} tensors. {checked}"
 
 
@@ -223,7 +226,7 @@ def _coverage(results: Results) -> str:
 
 def _costs(results: Results) -> str:
     rows, total = [], 0.0
-    for stage in STAGES[:-1]:
+    for stage in results.expected_stages[:-1]:
         seconds, peak = results.number(stage, "seconds"), results.number(stage, "peak_gib")
         total += seconds or 0.0
         note = " (reused)" if results.value(stage, "reused") is True else ""
@@ -248,9 +251,7 @@ def _versions(results: Results) -> str:
             rows += [[name, version] for name, version in value.items()]
         elif not isinstance(value, list):
             rows.append([key, value])
-    return (
-        markdown_table(["what", "version"], rows, text_columns=2) if rows else "No readable environment.json."
-    )
+    return markdown_table(["what", "version"], rows, text_columns=2) if rows else "No readable environment.json."
 
 
 def _next(results: Results) -> str:

@@ -17,7 +17,8 @@ import yaml
 
 from nemo_qad.evaluation.recovery import Recovery, gap_closed, kl_fall, recover
 
-STAGES = ("teacher", "ptq", "qad", "evaluate", "export", "report")
+STAGES = ("teacher", "ptq", "logits", "qad", "evaluate", "export", "report")
+SPARSE = ("top_k", "sampled")  # the losses that read the file of the stage logits
 MODELS = ("bf16", "ptq", "qad")
 
 
@@ -59,6 +60,24 @@ class Results:
     @property
     def model(self) -> str:
         return str(self.setting("model.name") or "-")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether QAD read its teacher from a file of sparse logits."""
+        return self.setting("qad.loss") in SPARSE
+
+    @property
+    def expected_stages(self) -> list[str]:
+        """The stages of this configuration, in order; without a configuration, those of a dense loss."""
+        return [stage for stage in STAGES if stage != "logits" or self.is_sparse]
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the KL of QAD is known only as its validations saw it through a file of sparse logits.
+
+        Such a KL is a lower bound. It compares with itself over the steps, not with that of another loss.
+        """
+        return self.is_sparse and self.number("evaluate", "models.qad.held_out_kl") is None
 
     @property
     def kl_ptq(self) -> float | None:
@@ -140,14 +159,15 @@ class Results:
         """The row that a sweep's table shows of this run; JSON-able, None for what is not known."""
         ptq, qad = self.recovery("ptq"), self.recovery("qad")
         seed = as_number(self.setting("seed"))
+        coarse = self.is_coarse and self.kl_qad is not None
         sizes = {name: self.number("export", name) for name in ("bytes_bf16", "bytes_export")}
         return {
             "recipe": self.recipe,
             "model": self.model,
             "seed": None if seed is None else int(seed),
-            "kl_ptq": self.kl_ptq,
-            "kl_qad": self.kl_qad,
-            "kl_fall": self.kl_fall,
+            "kl_ptq": self.number("ptq", "held_out_kl") if coarse else self.kl_ptq,
+            "kl_qad": None if coarse else self.kl_qad,
+            "kl_fall": None if coarse else self.kl_fall,
             "recovery_ptq_median": ptq.median if ptq else None,
             "recovery_ptq_min": ptq.minimum if ptq else None,
             "recovery_qad_median": qad.median if qad else None,

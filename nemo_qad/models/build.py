@@ -145,26 +145,47 @@ def _stack_spec(model: ModelConfig):  # type: ignore[no-untyped-def]
 def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
     """tokens int64 [B, S] -> normed hidden states [B, S, D] that the output layer reads.
 
-    For one tensor-parallel rank and one pipeline stage. `module` may be wrapped (DDP).
+    Under sequence parallelism [B, S / ranks, D], the r-th part of the sequence on rank r. `module` may be wrapped
+    (DDP). A pipeline stage after the first starts from what `set_input_tensor` was given; one before the last
+    returns what the next stage starts from.
     """
-    model = _unwrap(module)
-    embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None)
+    model = bare(module)
+    embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None) if model.pre_process else None
     return model.decoder(hidden_states=embedded_SBD, attention_mask=None).transpose(0, 1)
 
 
 def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
     """tokens int64 [B, S] -> logits [B, S, padded vocabulary] in the model's dtype, with gradients if they are on."""
-    model = _unwrap(module)
+    model = bare(module)
     config = model.config
     if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
         return module(tokens_BS, None, None, runtime_gather_output=True)
     # HybridModel.forward would compute [S, B, V] and copy it to [B, S, V]: hidden states are cheaper to turn.
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    logits, _ = model.output_layer(forward_hidden(model, tokens_BS).contiguous(), weight=weight)
+    logits, _ = model.output_layer(forward_hidden(model, tokens_BS).contiguous(), weight=_shared_weight(model))
     return logits
 
 
-def _unwrap(module: torch.nn.Module) -> HybridModel:
+def forward_logit_shards(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+    """tokens int64 [B, S] -> this rank's columns of the logits, [S, B, padded vocabulary / ranks]."""
+    model = bare(module)
+    hidden_SBD = forward_hidden(model, tokens_BS).transpose(0, 1)
+    logits, _ = model.output_layer(hidden_SBD.contiguous(), weight=_shared_weight(model), runtime_gather_output=False)
+    return logits
+
+
+def output_weight(module: torch.nn.Module) -> Tensor:
+    """This rank's rows of the padded output weight, [padded vocabulary / ranks, D]: the embedding's if it is shared."""
+    model = bare(module)
+    shared = _shared_weight(model)
+    return model.output_layer.weight if shared is None else shared
+
+
+def _shared_weight(model: HybridModel) -> Tensor | None:
+    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+
+
+def bare(module: torch.nn.Module) -> HybridModel:
+    """The model inside its wrappers."""
     inner: Any = module
     while hasattr(inner, "module"):  # DDP and BF16 wrappers hold the model under this name
         inner = inner.module

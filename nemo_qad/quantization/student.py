@@ -32,9 +32,7 @@ def quantizer_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def restore_quantizers(
-    module: nn.Module, recipe: RecipeConfig, model: ModelConfig, state: dict[str, Tensor]
-) -> None:
+def restore_quantizers(module: nn.Module, recipe: RecipeConfig, model: ModelConfig, state: dict[str, Tensor]) -> None:
     """Makes a plain model the quantised one whose `quantizer_state` was saved, without calibration.
 
     Args:
@@ -53,9 +51,7 @@ def restore_quantizers(
     _check_names(state, expected)
     device = next(module.parameters()).device
     for name, quantizer in modelopt.enabled_quantizers(module):
-        values = {
-            b: state[f"{name}.{b}"].to(device) for b in (_AMAX, _GLOBAL_AMAX) if f"{name}.{b}" in expected
-        }
+        values = {b: state[f"{name}.{b}"].to(device) for b in (_AMAX, _GLOBAL_AMAX) if f"{name}.{b}" in expected}
         if _GLOBAL_AMAX in values:
             modelopt.set_static_scales(quantizer, values[_AMAX], values[_GLOBAL_AMAX])
         elif _AMAX in values:
@@ -104,6 +100,23 @@ def is_quantised(linear: nn.Module) -> bool:
     return quantizer is not None and bool(quantizer.is_enabled)
 
 
+def linear_operands(linear: nn.Module, inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of a linear's product, as its forward has them: fake-quantised where its quantizers are on.
+
+    Args:
+        inputs: [..., I]; weight: [O, I], which may be shared with another module.
+
+    Raises:
+        UserError: the linear quantises its output, which is not part of the product.
+    """
+    if not hasattr(linear, "weight_quantizer"):
+        return inputs, weight
+    quantized: Any = linear
+    if quantized.output_quantizer.is_enabled:
+        raise UserError("A quantised output of the output layer is not supported: logits stay as they are")
+    return quantized.input_quantizer(inputs), quantized.weight_quantizer(weight)
+
+
 def kv_scales(core_attention: nn.Module) -> tuple[Tensor, Tensor] | None:
     """FP32 scalars k_scale and v_scale of an attention layer, or None where the cache is not quantised.
 
@@ -144,11 +157,7 @@ def _unquantised_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.modules():
         quantised = is_quantised(child)
         for name, parameter in child.named_parameters(recurse=False):
-            if (
-                parameter.is_floating_point()
-                and id(parameter) not in seen
-                and not (quantised and name == "weight")
-            ):
+            if parameter.is_floating_point() and id(parameter) not in seen and not (quantised and name == "weight"):
                 seen.add(id(parameter))
                 yield parameter
 

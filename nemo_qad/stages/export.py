@@ -34,12 +34,11 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
             student, target, run.model, run.recipe, session.data.tokenizer_folder, run.export.max_shard_gb
         )
         verified = verify_folder(target, expected_weights(student, run.model))
-    assert session.teacher_folder is not None
     session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
     result = {
         **facts,
         "verified_tensors": verified["num_tensors"],
-        "bytes_bf16": _weight_bytes(session.teacher_folder),
+        "bytes_bf16": (session.folder.result(Stage.teacher) or {}).get("num_bytes"),  # it may be elsewhere by now
         "bytes_export": _weight_bytes(target),
         "folder": str(target),
         "seconds": time.monotonic() - started,

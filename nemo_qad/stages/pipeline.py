@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -20,14 +21,16 @@ from nemo_qad.evaluation.results import read_results
 from nemo_qad.files import write_json
 from nemo_qad.runtime import process_groups
 from nemo_qad.schema import RunConfig, Stage
-from nemo_qad.stages import evaluate, export, ptq, qad, teacher
+from nemo_qad.stages import evaluate, export, logits, ptq, qad, teacher
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.stages.session import Session
+from nemo_qad.validation import reads_teacher
 
 # A stage is made anew when what it was made from has changed.
 NEEDS: dict[Stage, list[Stage]] = {
     Stage.ptq: [],
-    Stage.qad: [Stage.ptq],
+    Stage.logits: [],
+    Stage.qad: [Stage.ptq, Stage.logits],
     Stage.evaluate: [Stage.ptq, Stage.qad],
     Stage.export: [Stage.ptq, Stage.qad],
 }
@@ -38,6 +41,7 @@ PACKAGES = ("torch", "megatron-core", "nvidia-modelopt", "hydra-core", "omegacon
 Runner = Callable[[Session], tuple[dict[str, Any], list[Path]]]
 RUNNERS: dict[Stage, Runner] = {
     Stage.ptq: ptq.run,
+    Stage.logits: lambda session: (logits.run(session), []),  # in the cache, so not of this folder
     Stage.qad: qad.run,
     Stage.evaluate: lambda session: (evaluate.run(session), []),
     Stage.export: export.run,
@@ -62,7 +66,7 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
             session = Session(run, folder, say)
             _run_teacher(session)
             for stage in RUNNERS:
-                if stage in run.stages:
+                if stage in run.stages and _applies(stage, run):
                     _run_stage(session, stage)
         if Stage.report in run.stages:
             _report(folder)
@@ -71,6 +75,10 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         return read_results(folder.path).summary()
     finally:
         folder.close()
+
+
+def _applies(stage: Stage, run: RunConfig) -> bool:
+    return stage is not Stage.logits or run.qad.loss.is_sparse
 
 
 def _refuse_unsupported(run: RunConfig) -> None:
@@ -104,8 +112,14 @@ def _environment() -> dict[str, Any]:
 
 
 def _run_teacher(session: Session) -> None:
-    """Always first: every later stage compares with the teacher or starts from it."""
+    """Always first: every later stage compares with the teacher or starts from it.
+
+    Where its digest is known and no stage reads its weights, the teacher itself may be on another machine.
+    """
     before = session.folder.result(Stage.teacher)
+    if before is not None and not reads_teacher(session.run):
+        session.teacher_folder, session.teacher_digest = Path(before["path"]), before["digest"]
+        return
     result = teacher.run(session)
     if before is None:
         session.folder.finish(Stage.teacher, result, {}, [])
@@ -119,7 +133,7 @@ def _run_teacher(session: Session) -> None:
 def _run_stage(session: Session, stage: Stage) -> None:
     folder = session.folder
     inputs = {}
-    for need in NEEDS[stage]:
+    for need in (need for need in NEEDS[stage] if _applies(need, session.run)):
         result = folder.result(need)
         if result is None and need not in OPTIONAL:
             raise UserError(
@@ -127,7 +141,7 @@ def _run_stage(session: Session, stage: Stage) -> None:
                 f"Add it: stages=[{need.value},{stage.value}]"
             )
         folder.check_files(need)
-        inputs[need.value] = (result or {}).get("files")
+        inputs[need.value] = _made(result or {})
     known = folder.result(stage)
     if known is not None and known["inputs"] == inputs:
         folder.check_files(stage)
@@ -137,6 +151,12 @@ def _run_stage(session: Session, stage: Stage) -> None:
         session.say(f"{stage.value}: made from other weights than those now in {folder.path}; runs again")
     result, files = RUNNERS[stage](session)
     folder.finish(stage, result, inputs, files)
+    gc.collect()  # models are full of cycles: the next stage needs the memory of this one's at once
+
+
+def _made(result: dict[str, Any]) -> Any:
+    """What tells a stage's product from another: digests of its files here, or of what it made elsewhere."""
+    return result.get("files") or result.get("digest")
 
 
 def _report(folder: RunFolder) -> None:

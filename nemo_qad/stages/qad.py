@@ -1,4 +1,4 @@
-"""Stage qad: the student learns from its frozen teacher; the best held-out KL is kept."""
+"""Stage qad: the student learns from its frozen teacher, or from the teacher's file; the best held-out KL is kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensors
-from nemo_qad.data.datasets import training_batches
 from nemo_qad.distillation.step import distillation_loss
+from nemo_qad.distillation.teacher_file import TeacherFile
 from nemo_qad.evaluation.console import progress
 from nemo_qad.quantization.student import deployed_weights
-from nemo_qad.schema import Keep, Stage
-from nemo_qad.stages import ptq
+from nemo_qad.schema import Keep
+from nemo_qad.stages import logits, ptq
 from nemo_qad.stages.session import Session, peak_gib, student_tensors
 from nemo_qad.training.interrupt import Interrupted, deferred_stop
 from nemo_qad.training.metrics import MetricsLog
@@ -53,13 +53,19 @@ class Distillation:
         self.config = session.run.qad
         self.root = session.folder.path / "qad"
         self.best = Best()
-        self.last_kl = float("nan")
+        self.first_kl = self.last_kl = float("nan")  # of step 0 and of the last validation
+        self.file: TeacherFile | None = None
+        if self.config.loss.is_sparse:
+            self.file = logits.open_file(session)
+            session.drop_teacher()
         self.student = session.load_student(load_tensors(ptq.folder(session))[0])
         self.trainer = Trainer(
             self.student,
             qad_settings(self.config),
             distillation_loss(
-                session.teacher, vocab_size=session.run.model.vocab_size, temperature=self.config.temperature
+                self.config,
+                vocab_size=session.run.model.vocab_size,
+                teacher=session.teacher if self.file is None else None,
             ),
             precision=session.run.model.precision,
             average_decay=self.config.average_decay,
@@ -71,12 +77,13 @@ class Distillation:
         if found:
             self.trainer.load_state(found[0], found[1]["step"])
             self.best = Best(**found[1]["best"])
-            self.last_kl = found[1]["last_kl"]
+            self.first_kl, self.last_kl = found[1]["first_kl"], found[1]["last_kl"]
             self.session.say(f"qad: continues after step {self.trainer.step}")
         log = MetricsLog(self.session.folder.path, "qad", start_step=self.trainer.step)
         try:
             if not found:
                 self._validate(log)
+                self.first_kl = self.last_kl
             self._loop(log)
         finally:
             log.close()
@@ -84,14 +91,15 @@ class Distillation:
 
     def _batches(self) -> Iterator[Batch]:
         config = self.config
-        return training_batches(
-            self.session.data,
-            sequence_length=config.sequence_length,
-            micro_batch_size=config.micro_batch_size,
-            num_samples=config.steps * config.global_batch_size,
-            seed=self.session.run.seed,
-            start_sample=self.trainer.step * config.global_batch_size,
-        )
+        start = self.trainer.step * config.global_batch_size
+        batches = logits.train_batches(self.session, start, config.steps * config.global_batch_size)
+        return batches if self.file is None else logits.with_teacher(batches, self.file, "train", start)
+
+    def _measure(self) -> tuple[float, float]:
+        """Held-out KL and perplexity of the weights now in the student."""
+        if self.file is None:
+            return self.session.validate(self.student)
+        return logits.validate(self.session, self.file, self.student)
 
     def _loop(self, log: MetricsLog) -> None:
         config, trainer = self.config, self.trainer
@@ -114,17 +122,17 @@ class Distillation:
                     raise Interrupted(trainer.step)
 
     def _save(self) -> None:
-        meta = {"best": vars(self.best), "last_kl": self.last_kl}
+        meta = {"best": vars(self.best), "first_kl": self.first_kl, "last_kl": self.last_kl}
         save_step(self.root / "checkpoints", self.trainer.step, self.trainer.state(), meta)
 
     def _validate(self, log: MetricsLog) -> None:
         """Held-out KL of the student and, if there is one, of its average; the better of all is stored."""
-        self.last_kl, perplexity = self.session.validate(self.student)
+        self.last_kl, perplexity = self._measure()
         values = {"held_out_kl": self.last_kl, "held_out_perplexity": perplexity}
         self._consider(self.last_kl, "student")
         if self.trainer.average and self.trainer.step:
             with self.trainer.averaged():
-                average_kl, _ = self.session.validate(self.student)
+                average_kl, _ = self._measure()
                 self._consider(average_kl, "average")
             values["average_held_out_kl"] = average_kl
         log.write(self.trainer.step, **values)
@@ -149,14 +157,13 @@ class Distillation:
         else:
             kept, kl = "last", self.last_kl
             self._store(target)
-        ptq_result = self.session.folder.result(Stage.ptq) or {}
         result = {
             "seconds": seconds,
             "steps": self.trainer.step,
             "tokens": self.trainer.step * self.config.global_batch_size * self.config.sequence_length,
             "kept": kept,
             "kept_step": step,
-            "held_out_kl_ptq": ptq_result.get("held_out_kl"),
+            "held_out_kl_ptq": self.first_kl,  # on the same terms as the other; PTQ's own is always dense
             "held_out_kl": kl,
             "peak_gib": peak_gib(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,10 @@ class Session:
         self.folder = folder
         self.say = say
         self.cache = Path(run.cache_dir or Path(run.output_dir) / "cache")
-        self.teacher_folder: Path | None = None  # set by the teacher stage, which every other stage needs
+        # Set by the teacher stage, which every other stage needs.
+        self.teacher_folder: Path | None = None
+        self.teacher_digest = ""
+        self._teacher: torch.nn.Module | None = None
 
     @cached_property
     def data(self) -> PreparedData:
@@ -83,9 +87,17 @@ class Session:
         load_weights(module, self.teacher_folder, self.run.model)
         return module
 
-    @cached_property
+    @property
     def teacher(self) -> torch.nn.Module:
-        return self.load_teacher().eval().requires_grad_(False)
+        """The frozen teacher: loaded on first use, and again after `drop_teacher`."""
+        if self._teacher is None:
+            self._teacher = self.load_teacher().eval().requires_grad_(False)
+        return self._teacher
+
+    def drop_teacher(self) -> None:
+        """Gives its memory back. Modules are full of cycles, so counting references alone would keep it."""
+        self._teacher = None
+        gc.collect()
 
     def load_student(self, tensors: dict[str, Tensor]) -> torch.nn.Module:
         """The inverse of `student_tensors`."""
@@ -129,8 +141,16 @@ class Session:
 
     @cached_property
     def _teacher_validation_logits(self) -> list[Tensor]:
+        """Kept, as dense QAD asks for them at each validation."""
         teacher = self.logits(self.teacher)
         return [teacher(batch["tokens"]) for batch in self.validation_batches]
+
+    def _teacher_on_validation(self) -> LogitsFn:
+        """The teacher's logits of the validation batches, to be called once a batch in their order."""
+        if self.run.qad.loss.is_sparse:  # asked for once, by PTQ
+            return self.logits(self.teacher)
+        remembered = iter(self._teacher_validation_logits)
+        return lambda _: next(remembered)
 
     def validate(self, student: torch.nn.Module) -> tuple[float, float]:
         """Held-out KL (nats per token) and perplexity of the weights that would ship: BF16 or quantised.
@@ -138,9 +158,9 @@ class Session:
         Raises:
             UserError: they are not finite.
         """
-        remembered = iter(self._teacher_validation_logits)
+        teacher = self._teacher_on_validation()
         with deployed_weights(student):
-            measured = held_out(self.logits(student), lambda _: next(remembered), self.validation_batches)
+            measured = held_out(self.logits(student), teacher, self.validation_batches)
         assert measured.kl is not None
         return measured.kl, measured.perplexity
 

@@ -17,8 +17,9 @@ from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
 from nemo_qad.evaluation.metrics import held_out
 from nemo_qad.files import read_json, require_space, write_json
-from nemo_qad.huggingface.load import weights_digest
+from nemo_qad.huggingface.load import weight_files, weights_digest
 from nemo_qad.huggingface.save import save_bf16
+from nemo_qad.schema import Stage
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
 from nemo_qad.training.interrupt import Interrupted, deferred_stop
 from nemo_qad.training.language_model import language_model_loss
@@ -30,7 +31,7 @@ TRAINING_VERSION = 1
 
 
 def run(session: Session) -> dict[str, Any]:
-    """Finds or makes the teacher and sets `session.teacher_folder`."""
+    """Finds or makes the teacher and sets `session.teacher_folder` and `session.teacher_digest`."""
     started = time.monotonic()
     path = session.run.teacher.path
     if path is not None:
@@ -42,12 +43,14 @@ def run(session: Session) -> dict[str, Any]:
             )
     else:
         folder, facts = _cached(session)
-    session.teacher_folder = folder
-    _ = session.teacher  # reads and checks every tensor now, before anything is spent on it
+    session.teacher_folder, session.teacher_digest = folder, weights_digest(folder)
+    if session.folder.result(Stage.teacher) is None:
+        _ = session.teacher  # reads and checks every tensor before anything is spent on it; later the digest tells
     return {
         **facts,
         "path": str(folder),
-        "digest": weights_digest(folder),
+        "digest": session.teacher_digest,
+        "num_bytes": sum(path.stat().st_size for path in weight_files(folder)),
         "seconds": time.monotonic() - started,
         "peak_gib": peak_gib(),
     }

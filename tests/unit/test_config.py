@@ -98,6 +98,23 @@ def test_hash_names_what_is_computed() -> None:
         assert config.config_hash(config.compose(["+recipe=max", other])) != digest, other
 
 
+def test_the_stage_logits_may_stand_alone_for_sparse_losses_only() -> None:
+    assert config.compose(["+recipe=max"]).stages == list(Stage)
+    assert config.compose(["+recipe=max", "qad.loss=kl", "stages=[logits,qad]"]).stages == [Stage.logits, Stage.qad]
+    for loss in ("top_k", "sampled"):
+        run = config.compose(["+recipe=max", f"qad.loss={loss}", "stages=[logits]", "qad.sparse_values=4096"])
+        assert run.stages == [Stage.logits] and run.qad.loss.is_sparse
+
+
+def test_the_teacher_may_be_elsewhere_where_only_its_file_is_read() -> None:
+    given = ["+recipe=max", "teacher.path=/nowhere"]
+    command_line.read([*given, "qad.loss=top_k", "stages=[qad,export,report]"])
+    command_line.read([*given, "qad.loss=top_k", "stages=[logits,qad]", "qad.teacher_logits=/tmp"])
+    for loss, stages in (("kl", "[qad]"), ("top_k", "[logits]"), ("top_k", "[qad,evaluate]")):
+        with pytest.raises(ConfigError, match=r"teacher\.path=/nowhere: no such folder"):
+            command_line.read([*given, f"qad.loss={loss}", f"stages={stages}"])
+
+
 def test_yaml_gives_the_same_run_back() -> None:
     rule = "recipe.extra_rules=[{modules: '*.mixer', format: fp8}]"
     run = config.compose(["+recipe=four_over_six", "qad.learning_rate=1.5e-5", "stages=[ptq,qad]", rule])
@@ -137,6 +154,17 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["stages=[]"], ["stages=[]", "at least one"]),
     (["stages=[ptq,ptq]"], ["stages=ptq", "twice"]),
     (["stages=ptq"], ["stages=ptq", "a list such as"]),
+    (["stages=[logits]"], ["stages=[logits]", "nothing to do", "qad.loss=linear_kl", "qad.loss=top_k"]),
+    (["qad.loss=topk"], ["qad.loss=topk", "top_k", "linear_kl"]),
+    (["qad.loss=modelopt", "qad.reverse=true"], ["qad.reverse=true", "qad.loss=modelopt", "qad.loss=kl"]),
+    (["qad.loss=top_k", "qad.reverse=true"], ["qad.reverse=true", "qad.loss=top_k", "qad.loss=kl"]),
+    (["qad.loss=top_k", "qad.sparse_values=4097"], ["qad.sparse_values=4097", "model.vocab_size=4096"]),
+    (["qad.loss=sampled", "qad.sparse_values=4097"], ["qad.sparse_values=4097", "model.vocab_size=4096"]),
+    (["qad.sparse_values=0"], ["qad.sparse_values=0", "at least 1"]),
+    (["qad.loss_memory_mib=0"], ["qad.loss_memory_mib=0", "at least 1"]),
+    (["qad.teacher_logits=/tmp"], ["qad.teacher_logits=/tmp", "qad.loss=linear_kl", "qad.loss=sampled"]),
+    (["qad.loss=top_k", "qad.teacher_logits=''"], ["qad.teacher_logits=''", "leave it out"]),
+    (["qad.loss=top_k", "qad.teacher_logits=/nowhere"], ["qad.teacher_logits=/nowhere", "no such folder"]),
     (["qad.steps=20,30"], ["qad.steps=20,30", "Add -m"]),
     (["qad.steps=[1,2"], ["qad.steps=[1,2", "quote"]),
     (["qad.steps"], ["qad.steps", "NAME=VALUE"]),
