@@ -40,8 +40,11 @@ class Teacher(Protocol):
     def gradient(self, block: slice, student_CB: Tensor) -> Tensor:
         """d loss / d student logits of a block, into `student_CB` as `compare` left it."""
 
-    def weak_points(self, row: int | None) -> list[tuple[str, bool]]:
-        """Where this rank holds NaN or Inf: (what it is, whether it has some), the same list on all ranks."""
+    def weak_points(self, token: int, row: int | None) -> list[tuple[str, bool]]:
+        """Where this rank holds NaN or Inf: (what it is, whether it has some), the same list on all ranks.
+
+        token: its index in the mask; row: of the hidden states, None where another rank holds them.
+        """
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class _FusedLoss(torch.autograd.Function):
                 if grad_hidden is not None:
                     plan.tokens.put(grad_hidden, chunk, grad_CD)
         if first_bad < none_yet:
-            _refuse(int(first_bad), hidden_TD, weight_vD, teacher, plan.tokens)
+            _refuse(int(first_bad), hidden_TD, weight_vD[: plan.columns.valid], teacher, plan.tokens)
         ctx.gradients, ctx.repeat, ctx.weight_dtype = (grad_hidden, grad_weight), plan.repeat_backward, weight_vD.dtype
         return total.to(dtype)
 
@@ -152,7 +155,7 @@ class _FusedLoss(torch.autograd.Function):
             raise RuntimeError("this loss was differentiated before: pass repeat_backward=True to do so again")
         hidden, weight = ctx.gradients
         if ctx.repeat:
-            scaled = [None if g is None else g * grad_total.to(g.dtype) for g in ctx.gradients]
+            scaled = [None if g is None else g.clone().mul_(grad_total) for g in ctx.gradients]
         else:
             # In place, as a copy of the weight's gradient may be gigabytes. FP32 times, then the tensor's own dtype.
             ctx.gradients = None
@@ -224,6 +227,9 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in the dtype of `total`."""
     if b.is_cuda and b.dtype != total.dtype:
         total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
+    elif len(total) <= 3:
+        # MKL adds a product of so few rows onto a total one term at a time, which loses FP32 digits.
+        total.add_(torch.mm(a, b.to(total.dtype)))
     else:
         total.addmm_(a, b.to(total.dtype))
 
@@ -237,7 +243,7 @@ def _refuse(token: int, hidden_TD: Tensor, weight_vD: Tensor, teacher: Teacher, 
     """Raises NonFiniteError with all that holds NaN or Inf; every rank of the group gets here, and agrees."""
     row = tokens.owner(token)
     points = [
-        *teacher.weak_points(row),
+        *teacher.weak_points(token, row),
         ("the student's hidden state", row is not None and not_finite(hidden_TD, row)),
         ("the student's output weight", not_finite(weight_vD)),
     ]

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 CPU_BLOCK_BYTES = 2**20  # a block of logits stays in a core's second-level cache
+CPU_BLOCK_COLUMNS = 2048  # products over more of them, of very few tokens, lose FP32 digits in MKL
 GPU_BLOCK_BYTES = 64 * 2**20
 LOGITS_SCRATCH_BYTES = 16 * 2**20
 
@@ -96,7 +97,8 @@ def compare_block(teacher_CB: Tensor, student_CB: Tensor, divergence: Divergence
     for logits_CB in (teacher_CB, student_CB):
         # A row of -inf alone keeps a finite maximum, so that its exponentials are 0 and not NaN.
         maximum_C1 = logits_CB.amax(1, keepdim=True).clamp_(min=lowest)
-        sums.append(logits_CB.sub_(maximum_C1).exp_().sum(1).double())
+        # In FP64: between models that nearly agree, the loss is the small difference of two of these.
+        sums.append(logits_CB.sub_(maximum_C1).exp_().sum(1, dtype=torch.float64))
         maxima.append(maximum_C1)
     first_sum_C = sums[1] if divergence.reverse else sums[0]
     cross_C = torch.linalg.vecdot(first_CB, difference_CB).double() / first_sum_C.clamp(min=1e-300)
@@ -177,8 +179,9 @@ def local_columns(width: int, vocab_size: int, group: dist.ProcessGroup | None) 
 
 def block_size(num_tokens: int, like: Tensor, itemsize: int) -> int:
     """Columns of a block that suit the caches of the device of `like`."""
-    size = GPU_BLOCK_BYTES if like.is_cuda else CPU_BLOCK_BYTES
-    return max(64, size // (num_tokens * itemsize))
+    if like.is_cuda:
+        return max(64, GPU_BLOCK_BYTES // (num_tokens * itemsize))
+    return min(max(64, CPU_BLOCK_BYTES // (num_tokens * itemsize)), CPU_BLOCK_COLUMNS)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -215,8 +218,11 @@ class _KlOnLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T):  # type: ignore[no-untyped-def]
         (gradient_TW,) = ctx.saved_tensors
-        scaled_TW = torch.empty_like(gradient_TW)  # `out`: a narrow gradient times FP32 would be an FP32 tensor
-        torch.mul(gradient_TW, grad_T[:, None], out=scaled_TW)
+        scaled_TW = torch.empty_like(gradient_TW)
+        # By parts: narrow times FP32 is FP32, and would be another, larger tensor of all logits.
+        size = max(1, LOGITS_SCRATCH_BYTES // (16 * gradient_TW.shape[1]))
+        for part in (slice(start, start + size) for start in range(0, len(grad_T), size)):
+            scaled_TW[part] = gradient_TW[part] * grad_T[part, None]
         return scaled_TW, None, None, None, None, None, None
 
 

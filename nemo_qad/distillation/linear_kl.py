@@ -62,10 +62,11 @@ class _DenseTeacher:
         teacher_CB = block_of(self.scratch, self.num_tokens, block)
         return gradient_block(teacher_CB, student_CB, self.maxima[block.start], self.whole_C3, self.divergence)
 
-    def weak_points(self, row: int | None) -> list[tuple[str, bool]]:
+    def weak_points(self, token: int, row: int | None) -> list[tuple[str, bool]]:
+        del token
         return [
             ("the teacher's hidden state", row is not None and not_finite(self.hidden_TE, row)),
-            ("the teacher's output weight", not_finite(self.weight_vE)),
+            ("the teacher's output weight", not_finite(self.weight_vE[: self.columns.valid])),
         ]
 
 

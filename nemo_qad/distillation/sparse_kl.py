@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, make_plan
-from nemo_qad.distillation.kl import Columns, gather_parts, local_columns
+from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, make_plan, not_finite
+from nemo_qad.distillation.kl import Columns, Divergence, gather_parts, local_columns
 from nemo_qad.distillation.tokens import Chunk, Tokens
 
 
@@ -90,9 +90,10 @@ class _SparseTeacher:
     num_buffers = 0
 
     def __init__(self, teacher: SparseLogits, columns: Columns, temperature: float) -> None:
-        self.teacher, self.columns, self.temperature = teacher, columns, temperature
+        self.teacher, self.columns, self.temperature = teacher, columns, Divergence(temperature).temperature
         self.has_tail = teacher.log_tail_T is not None
         self.tokens: Tokens
+        self.tail_C: Tensor | None = None
 
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None:
         self.index_CK = self.teacher.indices_TK[chunk.tokens].long() - self.columns.first
@@ -117,7 +118,7 @@ class _SparseTeacher:
             out_CK = torch.where(inside_CK, -torch.inf, torch.inf).to(student_CB.dtype)
             student_CB.scatter_reduce_(1, column_CK, out_CK, "amin")
         maximum_C1 = student_CB.amax(1, keepdim=True).clamp_(min=torch.finfo(student_CB.dtype).min)
-        sum_C = student_CB.sub_(maximum_C1).exp_().sum(1).double()
+        sum_C = student_CB.sub_(maximum_C1).exp_().sum(1, dtype=torch.float64)
         self.maxima[block.start] = maximum_C1
         self.rest_parts.append(sum_C.log() + maximum_C1[:, 0])
 
@@ -135,32 +136,42 @@ class _SparseTeacher:
         self.lse_C = torch.logaddexp(rest_C, chosen_CK.logsumexp(1))
         p_CK, log_q_CK = self.log_p_CK.exp(), chosen_CK - self.lse_C[:, None]
         # A value of probability 0 has log p = -inf and adds 0.
-        top_C = torch.where(p_CK > 0, p_CK * (self.log_p_CK - log_q_CK), 0).sum(1)
+        top_C = torch.where(self.log_p_CK.isneginf(), 0, p_CK * (self.log_p_CK - log_q_CK)).sum(1)
         log_ratio_C = self.log_tail_C - (rest_C - self.lse_C)  # log (r / s)
-        has_rest_C = self.log_tail_C > -torch.inf
-        self.rest_scale_C = torch.where(has_rest_C, -torch.expm1(log_ratio_C), 1)
+        # Outside the K values d loss / d logit = q - r * (q / s); q / s is taken from `rest`, as s may underflow.
+        self.of_q_C, self.tail_C, self.rest_C = torch.ones_like(rest_C), self.log_tail_C.exp(), rest_C
         self.at_values_CK = log_q_CK.exp() - p_CK
-        return top_C + torch.where(has_rest_C, self.log_tail_C.exp() * log_ratio_C, 0)
+        return top_C + torch.where(self.log_tail_C.isneginf(), 0, self.tail_C * log_ratio_C)
 
     def _sampled_loss(self, chosen_CK: Tensor, rest_C: Tensor) -> Tensor:
         self.lse_C = rest_C  # nothing was taken out of the rest
         log_r_CK = chosen_CK - self.lse_C[:, None] - self.log_p_CK
         excess_CK = torch.expm1(log_r_CK)  # r - 1
-        self.rest_scale_C = -excess_CK.mean(1)
+        self.of_q_C = -excess_CK.mean(1)
         self.at_values_CK = excess_CK / excess_CK.shape[1]
         return (excess_CK - log_r_CK).mean(1)
 
     def gradient(self, block: slice, student_CB: Tensor) -> Tensor:
         dtype = student_CB.dtype
-        scale_C1 = (self.maxima[block.start].double() - self.lse_C[:, None]).exp() * self.rest_scale_C[:, None]
-        student_CB.mul_((scale_C1 * self.temperature).to(dtype))
+        maximum_C = self.maxima[block.start][:, 0].double()
+        scale_C = (maximum_C - self.lse_C).exp() * self.of_q_C
+        if self.tail_C is not None:
+            share_C = (maximum_C - self.rest_C).exp()
+            scale_C = scale_C - torch.where(self.tail_C > 0, self.tail_C * share_C, 0)
+        student_CB.mul_((scale_C * self.temperature).to(dtype)[:, None])
         inside_CK, column_CK = self._inside(block)
         at_values_CK = torch.where(inside_CK, self.at_values_CK * self.temperature, 0)
         return student_CB.scatter_add_(1, column_CK, at_values_CK.to(dtype))
 
-    def weak_points(self, row: int | None) -> list[tuple[str, bool]]:
+    def weak_points(self, token: int, row: int | None) -> list[tuple[str, bool]]:
         del row  # K values of every token are on every rank
-        return [("the teacher's log-probabilities", bool(self.teacher.log_prob_TK.isnan().any()))]
+        values_K, tail_T = self.teacher.log_prob_TK[token], self.teacher.log_tail_T
+        # log 0 is in order among the top k, and as a tail; a word of probability 0 is never drawn.
+        if tail_T is None:
+            bad = not_finite(values_K)
+        else:
+            bad = not bool((values_K < torch.inf).all() and tail_T[token] < torch.inf)
+        return [("the teacher's log-probabilities", bad)]
 
 
 def sparse_kl(

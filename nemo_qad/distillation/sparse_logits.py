@@ -46,8 +46,9 @@ def top_k_logits(
         raise ValueError(f"k={k} must be in 1..{vocab_size}, the true vocabulary")
     columns = local_columns(len(weight_vD), vocab_size, group)
 
-    def select(logits_CV: Tensor, _: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def select(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         lse_C = _combined(_log_sum_exp(logits_CV), group)
+        _refuse_non_finite(lse_C, rows.start)
         num_local = min(k, columns.width)
         value_CK = logits_CV.new_full((len(logits_CV), num_local), -torch.inf, dtype=torch.float64)
         index_CK = torch.zeros_like(value_CK)  # FP64 holds every index exactly
@@ -109,6 +110,7 @@ def sampled_logits(
     def select(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor, None]:
         lse_RC = gather_parts(_log_sum_exp(logits_CV), group)
         lse_C = lse_RC.logsumexp(0)
+        _refuse_non_finite(lse_C, rows.start)
         mass_CR = (lse_RC - lse_C).exp().T.contiguous()
         end_CR = mass_CR.cumsum(1)
         point_CK = (uniform_T[rows].double()[:, None] + offsets_K) / num_samples
@@ -141,7 +143,16 @@ def _log_sum_exp(logits_CV: Tensor) -> Tensor:
     if not logits_CV.shape[1]:
         return logits_CV.new_full(logits_CV.shape[:1], -torch.inf, dtype=torch.float64)
     maximum_C1 = logits_CV.amax(1, keepdim=True).clamp(min=torch.finfo(logits_CV.dtype).min)
-    return (logits_CV - maximum_C1).exp_().sum(1).double().log() + maximum_C1[:, 0]
+    return (logits_CV - maximum_C1).exp_().sum(1, dtype=torch.float64).log() + maximum_C1[:, 0]
+
+
+def _refuse_non_finite(lse_C: Tensor, start: int) -> None:
+    """Every rank gets here with the same numbers, before any of them is used as an index."""
+    bad_C = ~lse_C.isfinite()
+    if bad_C.any():
+        raise NonFiniteError(
+            start + int(bad_C.nonzero()[0]), "the teacher's hidden state or output weight holds NaN or Inf"
+        )
 
 
 def _combined(lse_C: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -156,6 +167,11 @@ def _collect(
 ) -> SparseLogits:
     """Projects the tokens chunk by chunk and puts together what `select` takes of each chunk's logits / tau."""
     Divergence(temperature)  # refuses a temperature that cannot be
+    if hidden_TD.ndim != 2 or weight_vD.ndim != 2 or hidden_TD.shape[1] != weight_vD.shape[1] or not len(hidden_TD):
+        raise ValueError(
+            f"hidden states {tuple(hidden_TD.shape)} and output weight {tuple(weight_vD.shape)} must be [T, D] and "
+            "[v, D], with T of at least 1"
+        )
     dtype = wide(hidden_TD.dtype)
     chunk_size = max(1, memory_budget // (_NUM_BUFFERS * dtype.itemsize * columns.width))
     found = []
@@ -166,10 +182,6 @@ def _collect(
         for block in blocks(len(logits_CV), logits_CV, columns):
             project(hidden_CD, weight_vD[block], logits_CV[:, block], temperature)
         index_CK, log_prob_CK, log_tail_C = select(logits_CV, rows)
-        bad_C = log_prob_CK.isnan().any(1)
-        if bad_C.any():
-            token = start + int(bad_C.nonzero()[0])
-            raise NonFiniteError(token, "the teacher's hidden state or output weight holds NaN or Inf")
         found.append((index_CK.int(), log_prob_CK.float(), log_tail_C))
     tails = [tail.float() for _, _, tail in found if tail is not None]
     return SparseLogits(

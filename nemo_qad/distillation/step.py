@@ -46,8 +46,10 @@ def distillation_loss(qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Modu
         try:
             return kinds[qad.loss](student, batch, qad=qad, vocab_size=vocab_size, teacher=teacher)
         except NonFiniteError as error:
-            order_T = _token_order(torch.arange(batch["tokens"].numel()).view(batch["tokens"].shape), student)
-            row, position = divmod(int(order_T[error.token]), batch["tokens"].shape[1])
+            shape = batch["tokens"].shape
+            numbers_BS = torch.arange(shape.numel()).view(shape)
+            order_T = numbers_BS.T.flatten() if qad.loss is LossName.kl else _token_order(numbers_BS, student)
+            row, position = divmod(int(order_T[error.token]), shape[1])
             raise UserError(
                 f"qad: the loss of token {position} of sample {row} of the micro-batch is not finite: {error.source}. "
                 "Nothing was updated; look at the weights that are named and at the data of this step"

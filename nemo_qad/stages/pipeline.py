@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import os
 import platform
@@ -151,7 +150,6 @@ def _run_stage(session: Session, stage: Stage) -> None:
         session.say(f"{stage.value}: made from other weights than those now in {folder.path}; runs again")
     result, files = RUNNERS[stage](session)
     folder.finish(stage, result, inputs, files)
-    gc.collect()  # models are full of cycles: the next stage needs the memory of this one's at once
 
 
 def _made(result: dict[str, Any]) -> Any:

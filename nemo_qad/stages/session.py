@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import gc
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,9 +94,8 @@ class Session:
         return self._teacher
 
     def drop_teacher(self) -> None:
-        """Gives its memory back. Modules are full of cycles, so counting references alone would keep it."""
+        """Gives its memory back."""
         self._teacher = None
-        gc.collect()
 
     def load_student(self, tensors: dict[str, Tensor]) -> torch.nn.Module:
         """The inverse of `student_tensors`."""

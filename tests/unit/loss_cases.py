@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_qad.distillation.sparse_kl import SparseLogits
-
-
-def known_bug(reason: str, raises: type[BaseException] | None = None) -> pytest.MarkDecorator:
-    """A test that fails today, in the way that is known, and must be freed of this mark once it passes."""
-    return pytest.mark.xfail(strict=True, raises=raises or (AssertionError, pytest.fail.Exception), reason=reason)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss_cases import Heads, allocated, errors, heads, kl_by_hand, known_bug, normal, with_gradients
+from loss_cases import Heads, allocated, errors, heads, kl_by_hand, normal, with_gradients
 from torch.utils.checkpoint import checkpoint
 
 from nemo_qad.distillation import fused, kl
@@ -133,7 +133,6 @@ def test_what_is_not_finite_is_named(place, value, reverse):
     assert raised.value.token == token and raised.value.source == f"{NAMES[place]} hold NaN or Inf"
 
 
-@known_bug("_refuse and weak_points look at padding rows, which never count")
 def test_padding_rows_are_not_blamed():
     models = heads(5, 30)
     hidden, weight = (x.detach().clone() for x in models.leaves)
@@ -230,10 +229,9 @@ def test_backward_twice():
     assert all(torch.allclose(x, 3 * y, rtol=1e-14) for x, y in zip(first, second, strict=True))
 
 
-ROUNDED = known_bug("the scale is rounded to BF16 before the product")
 
 
-@pytest.mark.parametrize("repeat", [False, pytest.param(True, marks=ROUNDED)])
+@pytest.mark.parametrize("repeat", [False, True])
 def test_the_gradient_is_scaled_in_fp32(repeat):
     """0.3 is 0.3008 in BF16: the BF16 gradient times 0.3 is rounded once, to the nearest."""
     models = heads(12, 40).to(torch.bfloat16)

@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from loss_cases import allocated, as_head, heads, known_bug, normal
+from loss_cases import allocated, as_head, heads, normal
 
 from nemo_qad.distillation import kl
 from nemo_qad.distillation.kl import NonFiniteError
 from nemo_qad.distillation.sparse_logits import sampled_logits, top_k_logits
 
 NAN, INF = float("nan"), float("inf")
-OUT_OF_RANGE = known_bug("NaN is looked up as word V, and gathered", RuntimeError)
 LAST_BELOW_1 = 1 - 2.0**-53
 # Buffers of a budget are counted in advance; blocks of a megabyte come on top.
 BUDGET, SLACK = 2**24, 3 * 2**20
@@ -159,7 +158,7 @@ def test_a_draw_depends_on_its_own_uniform_alone():
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("place", ["hidden", "weight"])
-@pytest.mark.parametrize("kind", ["top_k", pytest.param("sampled", marks=OUT_OF_RANGE)])
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
 def test_what_is_not_finite_is_named(kind, place, value):
     hidden, weight = teacher(20, 100)
     {"hidden": hidden, "weight": weight}[place][13] = value
@@ -194,7 +193,6 @@ def test_settings_are_checked():
             top_k_logits(hidden, weight, **{"k": 3, "vocab_size": 50, name: value})
 
 
-@known_bug("hidden size and weight that do not fit are not checked: mm complains", RuntimeError)
 def test_hidden_sizes_are_checked():
     hidden, weight = teacher(6, 50)
     with pytest.raises(ValueError, match="15"):
