@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of the side by side, default 1,024")
     parser.add_argument("--vocabulary", type=int, help="of the side by side, default 131,072")
     parser.add_argument("--hidden", type=int, help="of the side by side, default 256")
-    parser.add_argument("--memory-mib", type=int, default=64, help="scratch memory of the fused loss (default 64)")
+    parser.add_argument("--memory-mib", type=int, default=128, help="scratch memory of the fused loss (default 128)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -239,7 +239,7 @@ class QadConfig:
     loss: Loss = Loss.linear_kl
     reverse: bool = False  # kl(student || teacher); linear_kl and kl only
     temperature: float = 1.0
-    loss_memory_mib: int = 64  # scratch memory of the fused losses
+    loss_memory_mib: int = 128  # scratch memory of the fused losses
     sparse_values: int = 64  # a token, in the teacher's file
     teacher_logits: str | None = None  # an existing folder of sparse logits; empty: made in the cache
     adam_beta1: float = 0.9

@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_qad.distillation.kl import Columns, NonFiniteError, block_size, wide
 from nemo_qad.distillation.tokens import Chunk, SequenceShards, Tokens
 
-MEMORY_BUDGET = 64 * 2**20  # bytes of scratch; a GPU wants more, so that its matrix products are large
+MEMORY_BUDGET = 128 * 2**20  # bytes of logits at a time; a GPU wants more, so that its matrix products are large
 # More tokens at once win nothing once the products are large enough, and leave the caches.
 MOST_TOKENS_CPU, MOST_TOKENS_GPU = 256, 8192
 
@@ -107,8 +107,8 @@ def make_plan(
 
 
 def _chunk_size(hidden_TD: Tensor, columns: Columns, num_buffers: int, budget: int) -> int:
-    """Tokens whose logits, with a few rows of hidden size and one block, fit into `budget` bytes."""
-    token = wide(hidden_TD.dtype).itemsize * (num_buffers * columns.width + 4 * hidden_TD.shape[1])
+    """Tokens whose logits fit into `budget` bytes; one block and a few rows of hidden size come on top."""
+    token = wide(hidden_TD.dtype).itemsize * num_buffers * columns.width
     if token > budget:
         raise ValueError(f"memory_budget={budget} bytes is less than one token needs: give at least {token}")
     return min(budget // token, MOST_TOKENS_GPU if hidden_TD.is_cuda else MOST_TOKENS_CPU)

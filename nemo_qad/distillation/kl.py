@@ -78,7 +78,33 @@ class Divergence:
             raise ValueError(f"temperature={self.temperature} must be a finite number above 0")
 
 
-def compare_block(teacher_CB: Tensor, student_CB: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+class Work:
+    """Memory for the passes over one block, made once: large tensors that come and go scatter the heap."""
+
+    def __init__(self) -> None:
+        self._narrow = self._wide = torch.empty(0)
+
+    def of(self, block_CB: Tensor) -> tuple[Tensor, Tensor]:
+        """Two tensors of a block's shape with any content: one of its dtype, one FP64."""
+        if self._narrow.numel() < block_CB.numel():
+            self._narrow = torch.empty(block_CB.numel(), dtype=block_CB.dtype, device=block_CB.device)
+            self._wide = torch.empty(block_CB.numel(), dtype=torch.float64, device=block_CB.device)
+        narrow, wide = self._narrow[: block_CB.numel()], self._wide[: block_CB.numel()]
+        return narrow.view(block_CB.shape), wide.view(block_CB.shape)
+
+
+def exponentiate(logits_CB: Tensor, wide_CB: Tensor) -> tuple[Tensor, Tensor]:
+    """logits -> exp(logits - maximum), in place; returns ([C, 1] maxima, FP64 [C] sums).
+
+    FP64, as between models that nearly agree the loss is the small difference of two such sums. A row of -inf
+    keeps a finite maximum, so that its exponentials are 0 and not NaN.
+    """
+    maximum_C1 = logits_CB.amax(1, keepdim=True).clamp_(min=torch.finfo(logits_CB.dtype).min)
+    logits_CB.sub_(maximum_C1).exp_()
+    return maximum_C1, wide_CB.copy_(logits_CB).sum(1)
+
+
+def compare_block(teacher_CB: Tensor, student_CB: Tensor, divergence: Divergence, work: Work) -> tuple[Tensor, Tensor]:
     """Statistics of one block of columns; overwrites both inputs with what `gradient_block` needs.
 
     Args:
@@ -89,21 +115,15 @@ def compare_block(teacher_CB: Tensor, student_CB: Tensor, divergence: Divergence
         (FP64 [C, 3]: log-sum-exp of the teacher and of the student over the block, and the mean over the block's
         part of the first distribution of (its logit - the other's); [C, 2]: the maxima that were subtracted).
     """
-    lowest = torch.finfo(student_CB.dtype).min
+    difference_CB, wide_CB = work.of(student_CB)
     first_CB, second_CB = (student_CB, teacher_CB) if divergence.reverse else (teacher_CB, student_CB)
     # 0 * -inf is NaN: a logit of -inf in the first distribution has probability 0 and must add 0.
-    difference_CB = (first_CB - second_CB).nan_to_num_(nan=0.0, posinf=float("inf"), neginf=lowest)
-    maxima, sums = [], []
-    for logits_CB in (teacher_CB, student_CB):
-        # A row of -inf alone keeps a finite maximum, so that its exponentials are 0 and not NaN.
-        maximum_C1 = logits_CB.amax(1, keepdim=True).clamp_(min=lowest)
-        # In FP64: between models that nearly agree, the loss is the small difference of two of these.
-        sums.append(logits_CB.sub_(maximum_C1).exp_().sum(1, dtype=torch.float64))
-        maxima.append(maximum_C1)
-    first_sum_C = sums[1] if divergence.reverse else sums[0]
-    cross_C = torch.linalg.vecdot(first_CB, difference_CB).double() / first_sum_C.clamp(min=1e-300)
+    torch.sub(first_CB, second_CB, out=difference_CB)
+    difference_CB.nan_to_num_(nan=0.0, posinf=float("inf"), neginf=torch.finfo(difference_CB.dtype).min)
+    maxima, sums = zip(*(exponentiate(logits_CB, wide_CB) for logits_CB in (teacher_CB, student_CB)), strict=True)
     if divergence.reverse:
         teacher_CB.copy_(difference_CB)
+    cross_C = wide_CB.copy_(difference_CB.mul_(first_CB)).sum(1) / sums[divergence.reverse].clamp(min=1e-300)
     maxima_C2 = torch.cat(maxima, 1)
     lse_C2 = torch.stack(sums, 1).log() + maxima_C2
     return torch.cat([lse_C2, cross_C[:, None]], 1), maxima_C2
@@ -198,6 +218,7 @@ class _KlOnLogits(torch.autograd.Function):
         per_token_T = torch.zeros(mask_T.shape, dtype=torch.float64, device=student_TW.device)
         gradient_TW = torch.zeros_like(student_TW) if with_gradient else None
         bytes_per_token = 3 * columns.width * dtype.itemsize
+        work = Work()
         counted = (mask_T > 0).nonzero().squeeze(1)
         for rows in counted.split(max(1, LOGITS_SCRATCH_BYTES // bytes_per_token)) if len(counted) else ():
             teacher_CV, student_CV = (
@@ -205,7 +226,7 @@ class _KlOnLogits(torch.autograd.Function):
                 for logits_TW in (teacher_TW, student_TW)
             )
             blocks = list(columns.blocks(block_size(len(rows), student_CV, dtype.itemsize)))
-            parts = [compare_block(teacher_CV[:, b], student_CV[:, b], divergence) for b in blocks]
+            parts = [compare_block(teacher_CV[:, b], student_CV[:, b], divergence, work) for b in blocks]
             whole_C3 = whole_vocabulary([part for part, _ in parts], len(rows), student_CV, divergence, group)
             per_token_T[rows] = loss_per_token(whole_C3, divergence)
             if gradient_TW is not None:

@@ -17,6 +17,7 @@ from nemo_qad.distillation.fused import MEMORY_BUDGET, block_of, fused_loss, mak
 from nemo_qad.distillation.kl import (
     Columns,
     Divergence,
+    Work,
     compare_block,
     gradient_block,
     local_columns,
@@ -35,7 +36,7 @@ class _DenseTeacher:
         self.hidden_TE, self.weight_vE = hidden_TE, weight_vE
         self.columns, self.divergence = columns, divergence
         self.tokens: Tokens
-        self.scratch = hidden_TE.new_empty(0)
+        self.scratch, self.work = hidden_TE.new_empty(0), Work()
 
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None:
         taken_CE = self.tokens.take(self.hidden_TE, chunk)
@@ -49,7 +50,7 @@ class _DenseTeacher:
     def compare(self, block: slice, student_CB: Tensor) -> None:
         teacher_CB = block_of(self.scratch, self.num_tokens, block)
         project(self.hidden_CE, self.weight_vE[block], teacher_CB, self.divergence.temperature)
-        part_C3, self.maxima[block.start] = compare_block(teacher_CB, student_CB, self.divergence)
+        part_C3, self.maxima[block.start] = compare_block(teacher_CB, student_CB, self.divergence, self.work)
         self.parts.append(part_C3)
 
     def loss(self) -> Tensor:
@@ -102,7 +103,7 @@ def linear_kl(
             gets the whole loss, the whole gradient of the hidden states, and that of its own rows of the weight.
         sequence_parallel: hidden states are [T / ranks, ...], rank r holding the r-th part of the mask's tokens,
             and so is their gradient.
-        memory_budget: bytes of scratch; the chunks are as large as it allows.
+        memory_budget: bytes of logits that may exist at a time; the chunks are as large as it allows.
         chunk_size: tokens of a chunk, instead of the budget.
         repeat_backward: allow backward more than once, at the price of a copy of the gradients.
 

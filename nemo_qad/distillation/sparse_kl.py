@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, make_plan, not_finite
-from nemo_qad.distillation.kl import Columns, Divergence, gather_parts, local_columns
+from nemo_qad.distillation.kl import Columns, Divergence, Work, exponentiate, gather_parts, local_columns
 from nemo_qad.distillation.tokens import Chunk, Tokens
 
 
@@ -94,6 +94,7 @@ class _SparseTeacher:
         self.has_tail = teacher.log_tail_T is not None
         self.tokens: Tokens
         self.tail_C: Tensor | None = None
+        self.work = Work()
 
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None:
         self.index_CK = self.teacher.indices_TK[chunk.tokens].long() - self.columns.first
@@ -117,8 +118,7 @@ class _SparseTeacher:
             # Out of the rest: set to -inf. A minimum with +inf leaves a column alone that is only a stand-in.
             out_CK = torch.where(inside_CK, -torch.inf, torch.inf).to(student_CB.dtype)
             student_CB.scatter_reduce_(1, column_CK, out_CK, "amin")
-        maximum_C1 = student_CB.amax(1, keepdim=True).clamp_(min=torch.finfo(student_CB.dtype).min)
-        sum_C = student_CB.sub_(maximum_C1).exp_().sum(1, dtype=torch.float64)
+        maximum_C1, sum_C = exponentiate(student_CB, self.work.of(student_CB)[1])
         self.maxima[block.start] = maximum_C1
         self.rest_parts.append(sum_C.log() + maximum_C1[:, 0])
 

@@ -197,6 +197,8 @@ def token_hashes(tokens_BS: Tensor) -> Tensor:
 def damage(folder: Path, record: dict[str, Any], *, digest: bool) -> str | None:
     """What is wrong with a shard, by its size and, where asked for, its digest."""
     name, path = record["file"], folder / record["file"]
+    if Path(name).name != name:
+        return f"{name!r} is not the name of a file in this folder"
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != record["num_bytes"]:

@@ -14,8 +14,32 @@ from torch import Tensor
 
 from nemo_qad.errors import UserError
 
-LogitsFn = Callable[[Tensor], Tensor]  # tokens int64 [B, S] -> logits float32 [B, S, V]
-CHUNK = 512  # tokens whose log-probabilities exist at one time
+CHUNK = 512  # tokens whose logits and log-probabilities exist at one time
+
+
+@dataclass(frozen=True)
+class ProjectedLogits:
+    """Logits that are computed where they are looked at: hidden [..., D] times the output weight [V, D].
+
+    Indexing takes tokens, `float` makes their logits FP32. A batch of these is D values a token, not V.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+    def __getitem__(self, tokens: slice | Tensor) -> ProjectedLogits:
+        return ProjectedLogits(self.hidden[tokens], self.weight)
+
+    def float(self) -> Tensor:
+        return torch.nn.functional.linear(self.hidden, self.weight).float()
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+
+# tokens int64 [B, S] -> logits float32 [B, S, V], or what makes them
+LogitsFn = Callable[[Tensor], Tensor | ProjectedLogits]
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,8 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out(student: LogitsFn, teacher: LogitsFn | None, batches: Iterable[dict[str, Tensor]]) -> HeldOut:
-    """Measures on held-out batches; at most one batch of logits of each model exists at a time.
+    """Measures on held-out batches; at most one batch of logits of each model exists at a time, of a model that
+    returns `ProjectedLogits` those of `CHUNK` tokens.
 
     Log-probabilities are taken in float32 over the true vocabulary, sums over tokens in float64.
 
@@ -74,7 +99,7 @@ def held_out(student: LogitsFn, teacher: LogitsFn | None, batches: Iterable[dict
     return HeldOut(mean_kl, mean_loss, perplexity, num_right / num_tokens, num_tokens)
 
 
-def _valid_logits(model: LogitsFn, tokens_BS: Tensor, valid_BS: Tensor) -> Tensor:
+def _valid_logits(model: LogitsFn, tokens_BS: Tensor, valid_BS: Tensor) -> Tensor | ProjectedLogits:
     logits_BSV = model(tokens_BS)
     return logits_BSV[valid_BS.to(logits_BSV.device)]
 

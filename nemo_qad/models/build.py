@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -193,18 +194,22 @@ def bare(module: torch.nn.Module) -> HybridModel:
 
 
 def logits_fn(module: torch.nn.Module, vocab_size: int) -> LogitsFn:
-    """A function tokens int64 [B, S] -> logits FP32 [B, S, vocab_size], without gradients, in eval mode.
-
-    The module's train or eval mode is restored after each call.
-    """
+    """A function tokens int64 [B, S] -> logits FP32 [B, S, vocab_size], without gradients, in eval mode."""
 
     def logits(tokens_BS: Tensor) -> Tensor:
-        training = module.training
-        module.eval()
-        try:
-            with torch.no_grad():
-                return forward_logits(module, tokens_BS.to(runtime.device()))[..., :vocab_size].float()
-        finally:
-            module.train(training)
+        with evaluating(module):
+            return forward_logits(module, tokens_BS.to(runtime.device()))[..., :vocab_size].float()
 
     return logits
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, `module` is in eval mode and nothing is recorded for gradients; on exit its own mode comes back."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)

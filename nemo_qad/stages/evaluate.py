@@ -50,7 +50,7 @@ def run(session: Session) -> dict[str, Any]:
 def _measure(session: Session, module: torch.nn.Module, tasks: list[Task], bar: Any) -> dict[str, Any]:
     size = session.run.evaluation.micro_batch_size
     logits = session.logits(module)
-    measured = held_out(logits, session.logits(session.teacher), session.evaluation_batches)
+    measured = held_out(session.projected(module), session.projected(session.teacher), session.evaluation_batches)
     bar.advance()
     scores = {"next_token_accuracy": measured.accuracy}
     for task in tasks:

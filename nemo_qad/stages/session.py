@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_qad import runtime
 from nemo_qad.data.datasets import held_out_batches, training_batches
 from nemo_qad.data.prepare import PreparedData, prepare
-from nemo_qad.evaluation.metrics import LogitsFn, held_out
+from nemo_qad.distillation.step import output_operands
+from nemo_qad.evaluation.metrics import LogitsFn, ProjectedLogits, held_out
 from nemo_qad.files import disk_errors
 from nemo_qad.huggingface.load import load_weights
-from nemo_qad.models.build import build_model, logits_fn
+from nemo_qad.models.build import build_model, evaluating, logits_fn
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
 from nemo_qad.schema import RunConfig
 from nemo_qad.stages.folder import RunFolder
@@ -134,20 +136,31 @@ class Session:
     def evaluation_batches(self) -> list[Batch]:
         return self._held_out[1]
 
-    def logits(self, module: torch.nn.Module) -> LogitsFn:
+    def logits(self, module: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+        """Whole logits, for short texts."""
         return logits_fn(module, self.run.model.vocab_size)
 
+    def projected(self, module: torch.nn.Module) -> LogitsFn:
+        """The same logits, made where they are looked at, for texts of any length."""
+
+        def hidden(tokens_BS: Tensor) -> ProjectedLogits:
+            with evaluating(module):
+                hidden_TD, weight_vD = output_operands(module, tokens_BS.to(runtime.device()))
+            return ProjectedLogits(hidden_TD.unflatten(0, tokens_BS.shape), weight_vD[: self.run.model.vocab_size])
+
+        return hidden
+
     @cached_property
-    def _teacher_validation_logits(self) -> list[Tensor]:
-        """Kept, as dense QAD asks for them at each validation."""
-        teacher = self.logits(self.teacher)
+    def _teacher_on_validation(self) -> list[Tensor | ProjectedLogits]:
+        """Hidden states, kept as dense QAD asks for them at each validation."""
+        teacher = self.projected(self.teacher)
         return [teacher(batch["tokens"]) for batch in self.validation_batches]
 
-    def _teacher_on_validation(self) -> LogitsFn:
-        """The teacher's logits of the validation batches, to be called once a batch in their order."""
+    def _validation_teacher(self) -> LogitsFn:
+        """The teacher on the validation batches, to be called once a batch in their order."""
         if self.run.qad.loss.is_sparse:  # asked for once, by PTQ
-            return self.logits(self.teacher)
-        remembered = iter(self._teacher_validation_logits)
+            return self.projected(self.teacher)
+        remembered = iter(self._teacher_on_validation)
         return lambda _: next(remembered)
 
     def validate(self, student: torch.nn.Module) -> tuple[float, float]:
@@ -156,9 +169,9 @@ class Session:
         Raises:
             UserError: they are not finite.
         """
-        teacher = self._teacher_on_validation()
+        teacher = self._validation_teacher()
         with deployed_weights(student):
-            measured = held_out(self.logits(student), teacher, self.validation_batches)
+            measured = held_out(self.projected(student), teacher, self.validation_batches)
         assert measured.kl is not None
         return measured.kl, measured.perplexity
 

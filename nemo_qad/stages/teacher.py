@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.config import to_plain
+from nemo_qad.data import tokenizer
 from nemo_qad.data.datasets import training_batches, unigram_loss
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
@@ -41,6 +42,7 @@ def run(session: Session) -> dict[str, Any]:
                 f"teacher.path={path}: no config.json there. Give the folder of a Hugging Face checkpoint "
                 "of this model, or leave teacher.path out to train the embedded teacher"
             )
+        _check_tokenizer(session, folder)
     else:
         folder, facts = _cached(session)
     session.teacher_folder, session.teacher_digest = folder, weights_digest(folder)
@@ -54,6 +56,14 @@ def run(session: Session) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
         "peak_gib": peak_gib(),
     }
+
+
+def _check_tokenizer(session: Session, folder: Path) -> None:
+    if not (folder / "tokenizer.json").is_file():
+        session.say(f"teacher: {folder} has no tokenizer.json, so its words cannot be compared with the data's")
+        return
+    ours = tokenizer.load(session.data.tokenizer_folder)
+    tokenizer.require_same_vocabulary(ours, tokenizer.load(folder), folder)
 
 
 def _key(session: Session) -> str:
@@ -130,7 +140,7 @@ def _loop(session: Session, trainer: Trainer, root: Path) -> None:
 def _judge(session: Session, root: Path, num_parameters: int) -> dict[str, Any]:
     """Held-out loss of the BF16 weights as written, against the unigram model's."""
     session.teacher_folder = root / "model"
-    measured = held_out(session.logits(session.teacher), None, session.evaluation_batches)
+    measured = held_out(session.projected(session.teacher), None, session.evaluation_batches)
     unigram = unigram_loss(session.data)
     session.say(f"teacher: held-out loss {measured.loss:.3f} nats, a unigram model has {unigram:.3f}")
     if measured.loss > 0.9 * unigram:

@@ -159,7 +159,7 @@ def test_damaged_student_is_named_and_nothing_is_retrained(straight):
     assert "Calibrating" not in output and not (run / "stages/qad.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "no config", "wrong model"])
+@pytest.mark.parametrize("damage", ["truncated", "no config", "wrong model", "other words"])
 def test_wrong_teacher_is_refused(straight, tmp_path, damage):
     root, _ = straight
     source = next((root / "cache").glob("teacher-*/model"))
@@ -169,6 +169,8 @@ def test_wrong_teacher_is_refused(straight, tmp_path, damage):
         raw = path.read_bytes()
         if damage == "truncated" and path.suffix == ".safetensors":
             raw = raw[:-100]
+        if damage == "other words" and path.name == "tokenizer.json":
+            raw = raw.replace(b'"<pad>"', b'"<fill>"')
         if not (damage == "no config" and path.name == "config.json"):
             (folder / path.name).write_bytes(raw)
     extra = ["model.hidden_size=64"] if damage == "wrong model" else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_qad.errors import UserError
-from nemo_qad.evaluation.metrics import held_out
+from nemo_qad.evaluation.metrics import CHUNK, ProjectedLogits, held_out
 
 VOCAB = 37
 
@@ -132,3 +132,25 @@ def test_no_valid_token_is_refused() -> None:
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(UserError, match="not finite"):
         held_out(lambda tokens: torch.full((*tokens.shape, VOCAB), torch.nan), None, make_batches())
+
+
+def test_logits_made_on_demand_are_those_of_the_whole_batch() -> None:
+    """And never more than a chunk of them: the hidden states of masked tokens are not projected at all."""
+    sizes = []
+
+    class Watched(ProjectedLogits):
+        def __getitem__(self, tokens: slice | Tensor) -> ProjectedLogits:
+            return Watched(self.hidden[tokens], self.weight)
+
+        def float(self) -> Tensor:
+            sizes.append(self.hidden.shape[0])
+            return super().float()
+
+    tables = [table_model(seed)(torch.arange(VOCAB)) for seed in (1, 2)]
+    batches = make_batches()
+    watched = [
+        lambda tokens, t=table: Watched(torch.nn.functional.one_hot(tokens, VOCAB).float(), t.T) for table in tables
+    ]
+    found = held_out(*watched, batches)
+    assert found == held_out(*(lambda tokens, t=table: t[tokens] for table in tables), batches)
+    assert max(sizes) == CHUNK and sum(sizes) == 2 * sum(int(batch["loss_mask"].sum()) for batch in batches)

@@ -152,6 +152,10 @@ def test_every_difference_is_named_at_once(folder):
         (lambda f: edit_index(f, lambda index: index.pop("seed")), "incomplete"),
         (lambda f: edit_index(f, lambda index: index["parts"].pop("validation")), "incomplete"),
         (lambda f: edit_index(f, lambda index: index["parts"]["train"]["shards"].pop()), "num_samples"),
+        (
+            lambda f: edit_index(f, lambda index: index["parts"]["train"]["shards"][0].update(file="../x")),
+            "'../x' is not the name of a file in this folder",
+        ),
     ],
 )
 def test_damage_is_refused_when_the_folder_is_opened(folder, damage, message):
