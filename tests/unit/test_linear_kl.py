@@ -172,13 +172,13 @@ def test_sizes_do_not_wrap_around():
         hidden_TD, weight_vD, _ = (torch.empty(shape, device="meta") for shape in shapes)
         return fused._chunk_size(hidden_TD, local_columns(len(weight_vD), width, None), 2, budget)
 
-    one = 4 * (2 * 131_072 + 4 * 64)
-    assert chunk(2**26) == 2**26 // one == 63 and chunk(one) == 1
+    one = 4 * 2 * 131_072
+    assert chunk(2**26) == 2**26 // one == 64 and chunk(one) == 1
     assert chunk(2**62) == fused.MOST_TOKENS_CPU
-    assert chunk(2**40, tokens=2**40, width=2**31 + 1) == 2**40 // (4 * (2 * (2**31 + 1) + 256)) == 63
+    assert chunk(2**40, tokens=2**40, width=2**31 + 1) == 2**40 // (4 * 2 * (2**31 + 1)) == 63
     with pytest.raises(ValueError, match=rf"memory_budget={one - 1} .* at least {one}"):
         chunk(one - 1)
-    with pytest.raises(ValueError, match=r"memory_budget=0 .* at least 144"):
+    with pytest.raises(ValueError, match=r"memory_budget=0 .* at least 80"):
         linear_kl(*heads(4, 10, 4).to(torch.float32).inputs, vocab_size=10, memory_budget=0)
 
 
