@@ -230,9 +230,20 @@ def _sampled_bias(*, quick: bool) -> dict[str, float]:
     return result
 
 
+def _identity_error(hidden: Tensor, weight: Tensor) -> float:
+    """|sum(dW * W) / sum(dH * H) - 1|, by parts in FP64."""
+
+    def inner(tensor: Tensor) -> float:
+        parts = zip(tensor.detach().split(4096), tensor.grad.split(4096), strict=True)
+        return sum(float((a.double() * b.double()).sum()) for a, b in parts)
+
+    return abs(inner(weight) / inner(hidden) - 1)
+
+
 def long_run(job: dict[str, Any]) -> dict[str, Any]:
-    """One very long sequence; the truth is taken in FP64 on 64 tokens (loss, hidden gradient) and, where it is cheap
-    enough to sum over all tokens, on 16 words (weight gradient)."""
+    """One very long sequence. Loss and hidden gradient are compared with FP64 on 64 of its tokens. The weight's
+    gradient sums over all tokens: sum(gradient * weight) must equal sum(hidden gradient * hidden), as both are
+    sum(logit gradient * logit)."""
     from kl import MIB, forget_peak, models, resident_bytes
 
     torch.set_num_threads(job["threads"])
@@ -264,5 +275,6 @@ def long_run(job: dict[str, Any]) -> dict[str, Any]:
         "loss_per_token": total.item() / count.item(), "count": count.item(),
         "loss_error_64_tokens": abs(again.item() / truth.item() - 1),
         "hidden_gradient_error_64_tokens": relative(student_hidden.grad[some], hidden.grad),
+        "weight_gradient_identity_error": _identity_error(student_hidden, student_weight),
         "one_logits_tensor_gib": tokens * words * 4 / 2**30,
     }  # fmt: skip
