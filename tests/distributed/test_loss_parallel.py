@@ -137,6 +137,8 @@ def sparse(case: Case, name: str) -> Iterator[tuple[str, Tensor]]:
             )
         yield f"{kind} {number} {name}|indices", (one.indices_TK != many.indices_TK).sum()
         yield f"{kind} {number} {name}|log_prob", (one.log_prob_TK - many.log_prob_TK).abs().max()
+        if one.log_tail_T is not None and many.log_tail_T is not None:
+            yield f"{kind} {number} {name}|log_prob of the tail", (one.log_tail_T - many.log_tail_T).abs().max()
         truth, _ = sparse_kl(one, *whole, case.mask, **sizes)
         truths = torch.autograd.grad(truth, whole)
         for sharded in (False, True):
