@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,12 +115,15 @@ def test_stopped_training_continues_to_the_same_bytes_and_needs_no_teacher(runs)
     assert _record(root / "stopped") == _record(runs["sampled"])
 
 
-def test_file_made_for_other_data_is_refused(runs):
+def test_file_made_for_other_data_is_refused(runs, tmp_path):
+    """The teacher comes without its tokenizer: with it, the other words of the other data are refused before."""
     root, made = runs["root"], _result(runs["top_k"], "logits")["path"]
-    teacher = next((root / "cache").glob("teacher-*/model"))
+    teacher = shutil.copytree(next((root / "cache").glob("teacher-*/model")), tmp_path / "teacher")
+    (teacher / "tokenizer.json").unlink()
     settings = (f"qad.teacher_logits={made}", f"teacher.path={teacher}", "qad.loss=top_k", "stages=[logits]")
     status, output = _run(root, *settings, f"qad.sparse_values={VOCAB_SIZE}", "data.seed=5", "run_dir=other")
     assert status == 1 and f"error: {made}: made for something else" in output, output
+    assert "has no tokenizer.json, so its words cannot be compared" in output, output
     assert "data is " in output and "data.seed" in output and "leave qad.teacher_logits out" in output, output
     assert "teacher is " not in output and not (root / "other/stages/logits.json").exists(), output
 
