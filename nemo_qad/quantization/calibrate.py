@@ -81,7 +81,10 @@ def choose_four_over_six(module: nn.Module) -> None:
     for name, quantizer in modelopt.enabled_quantizers(module):
         if name.endswith(_WEIGHT) and quantizer.is_nvfp4_static:
             weight = module.get_parameter(name.removesuffix(_WEIGHT) + ".weight").detach()
-            amax = nvfp4.four_over_six_amax(weight, quantizer.global_amax)
+            try:
+                amax = nvfp4.four_over_six_amax(weight, quantizer.global_amax)
+            except ValueError as error:
+                raise UserError(f"{name}: {error}. The teacher's weights are damaged: load them again") from None
             quantizer.amax = amax.view(quantizer.amax.shape)
 
 

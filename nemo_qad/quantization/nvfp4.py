@@ -15,7 +15,14 @@ Codes of -0 are never made: what rounds to zero is +0.
 Both paths, `fake_quantize` and `pack`, share `_round_in_steps`, and a decoder multiplies in the order
 above, so decode(pack(w)) == fake_quantize(w) bit for bit in FP32, on CPU and GPU alike.
 
-Shapes: O rows, I columns, N = O * I / 16 blocks. Imports torch alone.
+Rounding here is arithmetic on the bits of FP32 numbers. `nvfp4_oracle.py` says the same by comparing with the eight
+values and is what the tests hold this module to, bit for bit. Four-over-six for whole tensors is in
+`nvfp4_fast.py`, other choices of scale in `nvfp4_search.py`.
+
+NaN and infinity have no stored form: `pack` and every choice of scales refuse them. `fake_quantize`, which runs in
+each forward, lets NaN through to the loss.
+
+Shapes: O rows, I columns, N = O * I / 16 blocks of K = 16 elements. Imports torch alone.
 """
 
 from __future__ import annotations
@@ -27,10 +34,12 @@ from torch import Tensor
 
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
+NUM_INDICES_SHOWN = 3
 E4M3_MAX = 448.0
 FOUR_OVER_SIX_SCALE_MAX = 256.0
 MIN_BLOCK_SCALE = 2.0**-9  # smallest positive E4M3
 MIN_GLOBAL_AMAX = 2.0**-100  # keeps every product of scales a normal FP32 number
+HUGE_GLOBAL_AMAX = 2.0**100  # beyond it amax * scale_max could overflow: both sides are made smaller first
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BITS = 0x7F800000
@@ -50,7 +59,7 @@ class PackedTensor:
 
 def block_amax(tensor: Tensor) -> Tensor:
     """Largest magnitude of each block: [..., I] of any floating type -> FP32 [..., I/16]."""
-    amax = _blocks(tensor.detach()).abs().amax(-1).float()
+    amax = blocks(tensor.detach()).abs().amax(-1).float()
     return amax.view(*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
 
 
@@ -65,7 +74,9 @@ def block_scale(amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) 
     amax * scale_max is formed first: it is exact for BF16 weights, so that ties round as they should.
     A block larger than global_amax saturates at 448; a dynamic scale never meets that case.
     """
-    scale = (amax.float() * scale_max) / _safe_global_amax(global_amax)
+    outer = _safe_global_amax(global_amax)
+    shrink = torch.where(outer > HUGE_GLOBAL_AMAX, 2.0**-20, 1.0).float()  # a power of two: no rounding
+    scale = (amax.float() * (scale_max * shrink)) / (outer * shrink)
     return scale.clamp_(MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -91,7 +102,14 @@ def fake_quantize_dynamic(tensor: Tensor) -> Tensor:
 
 
 def pack(tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E4M3_MAX) -> PackedTensor:
-    """Stored form of `tensor`; arguments as for `fake_quantize`."""
+    """Stored form of `tensor`; arguments as for `fake_quantize`.
+
+    Raises:
+        ValueError: NaN or infinity in the tensor or in its amax, or a last dimension that blocks do not divide.
+    """
+    check_finite(tensor)
+    check_finite(amax, "a block amax")
+    check_finite(global_amax, "a global amax")
     scale = block_scale(amax, global_amax, scale_max)
     outer = global_scale(global_amax, scale_max)
     values = _round_in_steps(tensor, scale.float().mul_(outer))
@@ -106,14 +124,28 @@ def decode(packed: PackedTensor) -> Tensor:
     table = torch.tensor(_E2M1_MAGNITUDES, device=codes.device)
     values = torch.cat((table, -table))[codes.long()]
     step = packed.block_scale.float() * packed.global_scale
-    return (_blocks(values) * step.reshape(-1, 1)).view(codes.shape)
+    return (blocks(values) * step.reshape(-1, 1)).view(codes.shape)
 
 
 def encode(values: Tensor) -> Tensor:
     """uint8 code of each E2M1 value: sign in bit 3, magnitude's index in bits 0..2."""
-    boundaries = torch.tensor(_E2M1_MAGNITUDES[1:], device=values.device)
-    index = torch.bucketize(values.abs(), boundaries, right=True)
-    return (index + 8 * (values < 0)).to(torch.uint8)
+    return magnitude_index(values.abs()).add_(values < 0, alpha=8).to(torch.uint8)
+
+
+def magnitude_index(magnitude: Tensor) -> Tensor:
+    """Index 0..7, as FP32, of E2M1 magnitudes v: the least of three lines, 2v up to 2, v + 2 up to 4, v / 2 + 4."""
+    return torch.minimum(magnitude * 2, torch.minimum(magnitude + 2, (magnitude * 0.5).add_(4)))
+
+
+def rounder(quotient: Tensor) -> Tensor:
+    """FP32 number whose addition and subtraction rounds a quotient in [-6, 6] to E2M1, ties to even; a new tensor.
+
+    E2M1 has one fraction bit from 1 up and the fixed step 0.5 below. Adding and subtracting
+    1.5 * 2^22 * 2^e, where 2^e = max(1, binade of |q|), rounds q to a multiple of 2^e / 2 by the FP32
+    adder itself: five passes over the data and no comparison with the eight values.
+    """
+    binade = quotient.view(torch.int32).bitwise_and(_EXPONENT_BITS)
+    return binade.clamp_(min=_ONE_BITS).add_(_ROUNDER_BITS).view(torch.float32)
 
 
 def four_over_six_amax(tensor: Tensor, global_amax: Tensor) -> Tensor:
@@ -123,36 +155,43 @@ def four_over_six_amax(tensor: Tensor, global_amax: Tensor) -> Tensor:
     rounded to E4M3, and keeps the one with the lower sum of squared errors; equal errors keep 6
     (Cook et al., "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling").
     """
-    amax_at_6 = block_amax(tensor)
-    amax_at_4 = amax_at_6 * 1.5
-    errors = [_block_errors(tensor, amax, global_amax) for amax in (amax_at_6, amax_at_4)]
-    return torch.where(errors[1] < errors[0], amax_at_4, amax_at_6)
+    from nemo_qad.quantization.nvfp4_fast import four_over_six  # which builds on this module
+
+    return four_over_six(tensor, global_amax).amax
 
 
-def _block_errors(tensor: Tensor, amax: Tensor, global_amax: Tensor) -> Tensor:
-    error = fake_quantize(tensor, amax, global_amax, FOUR_OVER_SIX_SCALE_MAX).sub_(tensor.float())
-    return _blocks(error.square_()).sum(-1).view(amax.shape)
+def check_finite(tensor: Tensor, what: str = "a tensor") -> None:
+    """Raises ValueError that says how many elements of `tensor` are NaN or infinite, and where the first are."""
+    if torch.stack(tensor.aminmax()).isfinite().all():  # NaN is both the least and the largest
+        return
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    shape = list(tensor.shape)
+    first = ", ".join(str(index.tolist()) for index in bad.nonzero()[:NUM_INDICES_SHOWN])
+    more = " ..." if count > NUM_INDICES_SHOWN else ""
+    raise ValueError(
+        f"NVFP4 has no NaN and no infinity, and {count} of the {tensor.numel()} elements of {what} of shape {shape} "
+        f"are one or the other: at {first}{more}"
+    )
 
 
 def _safe_global_amax(global_amax: Tensor) -> Tensor:
     return global_amax.float().clamp(min=MIN_GLOBAL_AMAX)
 
 
-def _blocks(tensor: Tensor) -> Tensor:
-    if tensor.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"NVFP4 needs a last dimension in multiples of {BLOCK_SIZE}, not {tensor.shape[-1]}")
+def blocks(tensor: Tensor) -> Tensor:
+    """View [N, 16] of [..., I]. Raises ValueError naming I where blocks do not divide it."""
+    width = tensor.shape[-1] if tensor.dim() else 1
+    if width % BLOCK_SIZE:
+        raise ValueError(
+            f"NVFP4 needs a last dimension in multiples of {BLOCK_SIZE}, not {width} (shape {list(tensor.shape)})"
+        )
     return tensor.reshape(-1, BLOCK_SIZE)
 
 
 def _round_in_steps(tensor: Tensor, step_N: Tensor) -> Tensor:
-    """E2M1 values of `tensor` in units of its blocks' steps: new FP32 [N, 16], round to nearest even.
-
-    E2M1 has one fraction bit from 1 up and the fixed step 0.5 below. Adding and subtracting
-    1.5 * 2^22 * 2^e, where 2^e = max(1, binade of |q|), rounds q to a multiple of 2^e / 2 by the FP32
-    adder itself, ties to even: seven passes over the data and no comparison with the eight values.
-    """
-    q = _blocks(tensor.detach()).float() / step_N.view(-1, 1)
+    """E2M1 values of `tensor` in units of its blocks' steps: new FP32 [N, 16], round to nearest even."""
+    q = blocks(tensor.detach()).float() / step_N.view(-1, 1)
     q.clamp_(-E2M1_MAX, E2M1_MAX)
-    binade = q.view(torch.int32).bitwise_and(_EXPONENT_BITS)
-    rounder = binade.clamp_(min=_ONE_BITS).add_(_ROUNDER_BITS).view(torch.float32)
-    return q.add_(rounder).sub_(rounder)
+    constant = rounder(q)
+    return q.add_(constant).sub_(constant)

@@ -27,6 +27,9 @@ ABOVE_PACKAGES = ("stages", "config", "command_line", "train", "sweep")
 ENTRIES = ("train", "command_line", "sweep")
 NUMERICS = (
     "quantization.nvfp4",
+    "quantization.nvfp4_fast",
+    "quantization.nvfp4_oracle",
+    "quantization.nvfp4_search",
     "quantization.fp8",
     "distillation.kl",
     "distillation.tokens",
