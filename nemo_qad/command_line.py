@@ -209,7 +209,8 @@ def help_text() -> str:
     choices = "\n".join(f"  {group + '=':<14}{', '.join(config.choices(group))}" for group in others)
     return f"""Turn a BF16 language model into an NVFP4 checkpoint that keeps its accuracy.
 
-Runs teacher, ptq, qad, evaluate, export and report in one run folder, and continues where it stopped.
+Runs teacher, ptq, qad, evaluate, export and report in one run folder, and continues where it stopped. With
+qad.loss=sampled or top_k, a stage logits before qad writes what the teacher says to disk, and qad loads no teacher.
 
 usage: python -m nemo_qad.train [-m] +recipe=NAME [GROUP=NAME ...] [SETTING=VALUE ...]
 
@@ -224,6 +225,7 @@ examples:
   python -m nemo_qad.train +recipe=four_over_six experiment=quick qad.steps=40
   python -m nemo_qad.train -m +recipe=max,mse,four_over_six          one job for each recipe
   python -m nemo_qad.train +recipe=max 'stages=[teacher,ptq,evaluate]'
+  python -m nemo_qad.train +recipe=four_over_six qad.loss=sampled    QAD without the teacher in memory
   python -m nemo_qad.train +recipe=max --cfg job                     shows every setting, runs nothing
 
 options:
