@@ -10,7 +10,7 @@ Legend: T tokens, C tokens of a chunk, D hidden, V true vocabulary, v columns of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class Teacher(Protocol):
     """What a chunk of student logits is compared with. Called in this order for each chunk."""
 
     num_buffers: int  # tensors [C, v] that it keeps for a chunk
+    tokens: Tokens  # set by `fused_loss` before anything is called
 
     def begin(self, chunk: Chunk, dtype: torch.dtype) -> None: ...
 
@@ -60,7 +61,7 @@ class Plan:
     repeat_backward: bool
 
 
-def make_plan(
+def _make_plan(
     student_hidden_TD: Tensor,
     student_weight_vD: Tensor,
     mask_T: Tensor,
@@ -114,10 +115,27 @@ def _chunk_size(hidden_TD: Tensor, columns: Columns, num_buffers: int, budget: i
     return min(budget // token, MOST_TOKENS_GPU if hidden_TD.is_cuda else MOST_TOKENS_CPU)
 
 
-def fused_loss(student_hidden_TD: Tensor, student_weight_vD: Tensor, teacher: Teacher, plan: Plan) -> Tensor:
-    """The sum of the losses of the counted tokens, a scalar with gradients for both tensors."""
+def fused_loss(
+    teacher: Teacher,
+    student_hidden_TD: Tensor,
+    student_weight_vD: Tensor,
+    mask_T: Tensor,
+    columns: Columns,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """(sum of the losses of the counted tokens with gradients for hidden states and weight, their number).
+
+    `settings`: temperature to repeat_backward, as `linear_kl.linear_kl` describes them.
+
+    Raises:
+        ValueError: shapes or the budget do not fit; `NonFiniteError`: a loss is NaN or infinite.
+    """
+    plan = _make_plan(
+        student_hidden_TD, student_weight_vD, mask_T, columns, num_buffers=teacher.num_buffers, **settings
+    )
+    teacher.tokens = plan.tokens
     total: Tensor = _FusedLoss.apply(student_hidden_TD, student_weight_vD, teacher, plan)
-    return total
+    return total, torch.tensor(plan.tokens.count, device=total.device)
 
 
 class _FusedLoss(torch.autograd.Function):

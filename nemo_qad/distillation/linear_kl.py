@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_qad.distillation.fused import MEMORY_BUDGET, block_of, fused_loss, make_plan, not_finite, operand, project
+from nemo_qad.distillation.fused import MEMORY_BUDGET, block_of, fused_loss, not_finite, operand, project
 from nemo_qad.distillation.kl import (
     Columns,
     Divergence,
@@ -121,12 +121,12 @@ def linear_kl(
         teacher_hidden_TE, teacher_weight_vE, student_hidden_TD, student_weight_vD, columns, vocab_size, group
     )
     teacher = _DenseTeacher(teacher_hidden_TE.detach(), teacher_weight_vE.detach(), columns, divergence)
-    plan = make_plan(
+    return fused_loss(
+        teacher,
         student_hidden_TD,
         student_weight_vD,
         mask_T,
         columns,
-        num_buffers=teacher.num_buffers,
         temperature=temperature,
         group=group,
         sequence_parallel=sequence_parallel,
@@ -134,9 +134,6 @@ def linear_kl(
         chunk_size=chunk_size,
         repeat_backward=repeat_backward,
     )
-    teacher.tokens = plan.tokens
-    total = fused_loss(student_hidden_TD, student_weight_vD, teacher, plan)
-    return total, torch.tensor(plan.tokens.count, device=total.device)
 
 
 def _check_teacher(

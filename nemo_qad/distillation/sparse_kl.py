@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, make_plan, not_finite
+from nemo_qad.distillation.fused import MEMORY_BUDGET, fused_loss, not_finite
 from nemo_qad.distillation.kl import Columns, Divergence, Work, exponentiate, gather_parts, local_columns
 from nemo_qad.distillation.tokens import Chunk, Tokens
 
@@ -205,12 +205,12 @@ def sparse_kl(
     teacher.check(len(mask_T), vocab_size)
     columns = local_columns(len(student_weight_vD), vocab_size, group)
     comparison = _SparseTeacher(teacher, columns, temperature)
-    plan = make_plan(
+    return fused_loss(
+        comparison,
         student_hidden_TD,
         student_weight_vD,
         mask_T,
         columns,
-        num_buffers=comparison.num_buffers,
         temperature=temperature,
         group=group,
         sequence_parallel=sequence_parallel,
@@ -218,6 +218,3 @@ def sparse_kl(
         chunk_size=chunk_size,
         repeat_backward=repeat_backward,
     )
-    comparison.tokens = plan.tokens
-    total = fused_loss(student_hidden_TD, student_weight_vD, comparison, plan)
-    return total, torch.tensor(plan.tokens.count, device=total.device)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_qad.distillation.fused import MEMORY_BUDGET, NonFiniteError, blocks, operand, project
-from nemo_qad.distillation.kl import Columns, Divergence, gather_parts, local_columns, wide
+from nemo_qad.distillation.fused import MEMORY_BUDGET, blocks, operand, project
+from nemo_qad.distillation.kl import Columns, Divergence, NonFiniteError, gather_parts, local_columns, wide
 from nemo_qad.distillation.sparse_kl import SparseLogits
 
 # Buffers of the size of a chunk's FP32 logits: the logits, what log-sum-exp copies, an FP64 running sum.
