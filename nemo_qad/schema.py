@@ -1,111 +1,32 @@
 """The configuration's schema: one dataclass a group of `conf/`, standard library only.
 
-Choices are enums, so a misspelt choice is refused by name. `config.py` loads YAML and the command line
+Choices are the enums of `choices.py`. `config.py` loads YAML and the command line
 into these classes and validates them; the rest of the package only ever sees the dataclasses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from nemo_qad.choices import (
+    Format,
+    IdleExperts,
+    Keep,
+    KvFormat,
+    Loss,
+    Precision,
+    QadScales,
+    QuantizeWeights,
+    ScaleError,
+    ScaleSearch,
+    Schedule,
+    Source,
+    Stage,
+    WeightScales,
+)
+
 MISSING: Any = "???"  # OmegaConf's mark of a value that the YAML must give
-
-
-class Precision(StrEnum):
-    """Arithmetic of the model: FP32, or BF16 parameters with FP32 main parameters in the optimizer."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Format(StrEnum):
-    """What a linear layer is stored in: BF16, W4A16 NVFP4, or FP8 weights and activations."""
-
-    bf16 = "bf16"
-    nvfp4 = "nvfp4"
-    fp8 = "fp8"
-
-
-class KvFormat(StrEnum):
-    none = "none"
-    fp8 = "fp8"
-    nvfp4 = "nvfp4"
-
-
-class WeightScales(StrEnum):
-    """dynamic: block scales are recomputed from the weights; static: kept from calibration."""
-
-    dynamic = "dynamic"
-    static = "static"
-
-
-class ScaleSearch(StrEnum):
-    max = "max"
-    mse = "mse"
-    four_over_six = "four_over_six"
-
-
-class QadScales(StrEnum):
-    """Whether QAD recomputes the block scales as the weights move, or keeps those of PTQ."""
-
-    dynamic = "dynamic"
-    frozen = "frozen"
-
-
-class Schedule(StrEnum):
-    cosine = "cosine"
-    linear = "linear"
-    constant = "constant"
-
-
-class Keep(StrEnum):
-    """Which weights QAD hands on: the best held-out KL seen, or those of the last step."""
-
-    best = "best"
-    last = "last"
-
-
-class Loss(StrEnum):
-    """What QAD minimises.
-
-    linear_kl: kl(teacher || student) from hidden states and output weights; never holds logits.
-    kl: the same on full logits.
-    modelopt: ModelOpt's stock LogitsKLLoss, the peer to compare with; it counts padded vocabulary columns.
-    top_k: the teacher's `sparse_values` most likely words, all others as one bucket, from a file.
-    sampled: `sparse_values` draws a token from the teacher's distribution, from a file.
-    """
-
-    linear_kl = "linear_kl"
-    kl = "kl"
-    modelopt = "modelopt"
-    top_k = "top_k"
-    sampled = "sampled"
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the teacher comes from a file and is not built beside the student."""
-        return self in (Loss.top_k, Loss.sampled)
-
-
-class Stage(StrEnum):
-    """In their order. `logits` writes the teacher's file and applies to the sparse losses alone."""
-
-    teacher = "teacher"
-    ptq = "ptq"
-    logits = "logits"
-    qad = "qad"
-    evaluate = "evaluate"
-    export = "export"
-    report = "report"
-
-
-class Source(StrEnum):
-    """Where text comes from: Python's standard library, or Megatron .bin/.idx files."""
-
-    stdlib = "stdlib"
-    indexed = "indexed"
 
 
 @dataclass
@@ -191,6 +112,8 @@ class CalibrationConfig:
     num_samples: int = MISSING
     sequence_length: int = MISSING
     micro_batch_size: int = 1
+    error: ScaleError = ScaleError.squared  # what the recipe's search of block scales makes small
+    idle_experts: IdleExperts = IdleExperts.weights
 
 
 @dataclass
@@ -252,6 +175,9 @@ class QadConfig:
     validation_samples: int = 64
     save_every: int = 50
     keep: Keep = Keep.best
+    quantize_weights: QuantizeWeights = QuantizeWeights.per_step
+    clip_weights: bool = False  # after each step, weights beyond what their frozen scale reaches are moved to it
+    refresh_scales_every: int = 0  # steps after which frozen block scales are chosen anew; 0: never
 
 
 @dataclass

@@ -38,6 +38,7 @@ MAY_BE_ZERO = {
     "teacher.seed",
     "threads",
     "model.mtp_num_layers",
+    "qad.refresh_scales_every",
     "qad.warmup_steps",
     "teacher.warmup_steps",
 }

@@ -47,6 +47,7 @@ WITHOUT_TORCH = (
     "evaluation.recovery",
     "evaluation.report",
     "fields",
+    "choices",
     "schema",
     "sharding",
     "sweep",
