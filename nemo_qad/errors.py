@@ -9,6 +9,13 @@ from __future__ import annotations
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
+NUM_NAMES_SHOWN = 5
+
+
+def show(names: list[str]) -> str:
+    """The first names of a list and how many more there are."""
+    more = len(names) - NUM_NAMES_SHOWN
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class UserError(Exception):

@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from nemo_qad.errors import ConfigError
+from nemo_qad.recipe_validation import check_recipe
 from nemo_qad.schema import (
-    Format,
-    KvFormat,
     Loss,
     ModelConfig,
-    ParallelConfig,
-    QadScales,
-    RecipeConfig,
     RunConfig,
-    ScaleSearch,
     Source,
     Stage,
-    WeightScales,
 )
 from nemo_qad.sharding import check_batches, check_sharding
 
-BLOCK = 16  # values that share an NVFP4 block scale
 LAYERS = "M*E-"
 MIN_TOKENIZER = 512  # byte-level BPE: 256 bytes, specials, and room for merges
 MAY_BE_ZERO = {
@@ -54,8 +47,7 @@ def validate(run: RunConfig) -> None:
     _check_names(run)
     _check_fractions(run)
     _check_model(run.model, run.data.source)
-    _check_recipe(run.recipe, run.model)
-    _check_block_sizes(run.recipe, run.model, run.parallel)
+    check_recipe(run)
     _check_schedules(run)
     _check_lengths(run)
     _check_loss(run)
@@ -179,83 +171,6 @@ def _check_model(model: ModelConfig, source: Source) -> None:
     if source is Source.stdlib and model.vocab_size < MIN_TOKENIZER:
         problem, remedy = "too small for a tokenizer", f"Give at least {MIN_TOKENIZER}."
         raise ConfigError("model.vocab_size", model.vocab_size, problem, remedy)
-
-
-def _check_recipe(recipe: RecipeConfig, model: ModelConfig) -> None:
-    if recipe.scale_search is not ScaleSearch.max and recipe.weight_scales is WeightScales.dynamic:
-        raise ConfigError(
-            "recipe.scale_search",
-            recipe.scale_search,
-            "a search needs scales that are kept, and recipe.weight_scales=dynamic recomputes them",
-            "Give recipe.weight_scales=static or recipe.scale_search=max.",
-        )
-    if recipe.qad_scales is QadScales.frozen and recipe.weight_scales is WeightScales.dynamic:
-        raise ConfigError(
-            "recipe.qad_scales",
-            recipe.qad_scales,
-            "recipe.weight_scales=dynamic leaves nothing to freeze",
-            "Give recipe.weight_scales=static or recipe.qad_scales=dynamic.",
-        )
-    if recipe.qad_scales is QadScales.dynamic and recipe.weight_scales is WeightScales.static:
-        raise ConfigError(
-            "recipe.qad_scales",
-            recipe.qad_scales,
-            "recipe.weight_scales=static keeps the scales of calibration",
-            "Give recipe.qad_scales=frozen or recipe.weight_scales=dynamic.",
-        )
-    if model.tied_output and recipe.output_layer is not Format.bf16:
-        raise ConfigError(
-            "recipe.output_layer",
-            recipe.output_layer,
-            "model.tied_output=true shares this weight with the embedding, which stays BF16",
-            "Give recipe.output_layer=bf16.",
-        )
-
-
-def _linear_inputs(model: ModelConfig, parallel: ParallelConfig) -> dict[str, list[tuple[str, int]]]:
-    """For each part of a recipe that the model has: (field, input width on one rank) of its linears."""
-    layers, tensor = model.hybrid_pattern, parallel.tensor
-    hidden = ("model.hidden_size", model.hidden_size)
-    parts: dict[str, list[tuple[str, int]]] = {"output_layer": [hidden]}
-    if "E" in layers:
-        expert, shared = model.moe.ffn_hidden_size, model.moe.shared_expert_ffn_hidden_size
-        parts["routed_experts"] = [hidden, ("model.moe.ffn_hidden_size", expert // parallel.expert_tensor)]
-        parts["shared_experts"] = [hidden, ("model.moe.shared_expert_ffn_hidden_size", shared // tensor)]
-    if "M" in layers:
-        width = model.mamba.num_heads * model.mamba.head_dim
-        parts["mamba"] = [hidden, ("model.mamba.head_dim", width // tensor)]
-    if "*" in layers:
-        width = model.attention.num_heads * model.attention.head_dim
-        parts["attention"] = [hidden, ("model.attention.head_dim", width // tensor)]
-    if "-" in layers:
-        parts["dense_mlp"] = [hidden, ("model.ffn_hidden_size", model.ffn_hidden_size // tensor)]
-    return parts
-
-
-def _check_block_sizes(recipe: RecipeConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
-    for part, inputs in _linear_inputs(model, parallel).items():
-        if getattr(recipe, part) is not Format.nvfp4:
-            continue
-        for field, width in inputs:
-            if width % BLOCK:
-                raise ConfigError(
-                    field,
-                    _lookup(model, field),
-                    f"recipe.{part}=nvfp4 shares a scale among {BLOCK} inputs, and a rank has {width}",
-                    f"Make that a multiple of {BLOCK}, or give recipe.{part}=bf16.",
-                )
-    head_dim = model.attention.head_dim
-    if recipe.kv_cache is KvFormat.nvfp4 and "*" in model.hybrid_pattern and head_dim % BLOCK:
-        problem = f"recipe.kv_cache=nvfp4 needs a multiple of {BLOCK}"
-        remedy = "Change it, or give recipe.kv_cache=fp8."
-        raise ConfigError("model.attention.head_dim", head_dim, problem, remedy)
-
-
-def _lookup(model: ModelConfig, field: str) -> object:
-    value: object = model
-    for name in field.split(".")[1:]:
-        value = getattr(value, name)
-    return value
 
 
 def _check_schedules(run: RunConfig) -> None:

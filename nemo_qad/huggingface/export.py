@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_qad.errors import UserError
+from nemo_qad.errors import UserError, show
 from nemo_qad.huggingface.names import Mapping, linear_names, mappings, module_tensors, to_hf
 from nemo_qad.huggingface.save import hf_config, write_folder
-from nemo_qad.quantization.calibrate import check_scales, show
+from nemo_qad.quantization.coverage import check_scales
 from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
 from nemo_qad.quantization.recipes import formats
 from nemo_qad.quantization.student import effective_weight, is_quantised, kv_scales, stored_linear

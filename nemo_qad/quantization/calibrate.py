@@ -1,221 +1,187 @@
-"""Post-training quantisation of a model: ModelOpt's calibration, then a check that all of it took effect.
+"""Post-training quantisation of a model, on one rank or many: quantizers, calibration, scales, and their checks.
 
-A rule that matches nothing, a linear left out, or a scale that is zero, NaN or infinite does not raise an
-error in ModelOpt; here each stops the run with the names concerned.
+ModelOpt inserts the quantizers and observes the ranges of activations, of K and of V on the BF16 model; scales of
+weights are searched by `scales.py`. Calibration batches are dealt out to the data-parallel ranks. What is left after
+the last full round goes to all of them with its weight divided by their number, so that no rank waits for another and
+no sample counts twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_qad.errors import UserError
-from nemo_qad.quantization import modelopt, nvfp4
-from nemo_qad.quantization.recipes import KV_PART, Expected, LinearFormat, formats, rules
-from nemo_qad.schema import Format, KvFormat, ModelConfig, RecipeConfig, ScaleSearch
+from nemo_qad.choices import Format, IdleExperts, ScaleError, ScaleSearch
+from nemo_qad.errors import UserError, show
+from nemo_qad.models.placement import EXPERT, Placement, union_of_names
+from nemo_qad.quantization import modelopt
+from nemo_qad.quantization.coverage import Coverage, check_coverage, check_scales, check_structure, local_linears
+from nemo_qad.quantization.observe import CHUNK_TOKENS, Observer
+from nemo_qad.quantization.recipes import LinearFormat, formats, rules
+from nemo_qad.quantization.scales import choose_weight_scales, share_amax
+from nemo_qad.schema import CalibrationConfig, ModelConfig, RecipeConfig
 
-NUM_NAMES_SHOWN = 5
-_WEIGHT, _INPUT = ".weight_quantizer", ".input_quantizer"
-
-
-@dataclass(frozen=True)
-class CoverageRow:
-    """Quantizers of one part and kind: how many the architecture asks for, how many are enabled."""
-
-    part: str
-    format: str
-    kind: str
-    expected: int
-    matched: int
+Batch = dict[str, Tensor]
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Coverage:
-    rows: tuple[CoverageRow, ...]
+class Calibrated:
+    """What calibration did.
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.rows]
+    expert_tokens: calibration tokens of each routed expert, by global name ("decoder...local_experts.3").
+    idle_experts: those that no token reached. warnings: for a person.
+    """
+
+    coverage: Coverage
+    expert_tokens: dict[str, int]
+    idle_experts: list[str]
+    warnings: list[str]
 
 
 def quantize(
     module: nn.Module,
     recipe: RecipeConfig,
     model: ModelConfig,
-    batches: Iterable[dict[str, Tensor]],
-    progress: Callable[[str], None] | None = None,
-) -> Coverage:
-    """Inserts quantizers into `module` in place and calibrates them.
+    batches: Iterable[Batch],
+    progress: Tell | None = None,
+    *,
+    calibration: CalibrationConfig | None = None,
+) -> Calibrated:
+    """Inserts quantizers into `module` in place and calibrates them; a collective call of all ranks.
 
     Args:
-        module: the bare HybridModel (no DDP or Float16Module around it).
-        batches: calibration set, "tokens" int64 [B, S] each; every batch goes through the model once.
+        module: the bare HybridModel (no DDP or Float16Module around it), or this rank's part of it.
+        recipe: formats, scales and the search for them.
+        batches: calibration set, the same on every rank: "tokens" int64 [B, S] each.
         progress: called with a short text before each step and every tenth of the batches.
+        calibration: what the search makes small, and what becomes of idle experts; by default squared errors and
+            scales from the weights.
 
     Raises:
-        UserError: no batches, tensor parallelism, a rule or module without effect, a bad scale.
+        UserError: no batches, pipeline parallelism, a rule or module without effect, a bad scale, an idle expert
+            where those are an error.
         ConfigError: a recipe that does not fit the model.
     """
-    plan = rules(recipe, model)
+    settings = calibration or CalibrationConfig()
     table = formats(recipe, model)
     check_structure(module, table)
-    tell = progress or (lambda _: None)
+    local = local_linears(module, table)
+    plan = rules(recipe, model, None if Placement(module).is_trivial else local)
     modelopt.insert_quantizers(module, plan.quant_cfg)
     coverage = check_coverage(module, table, plan.expected, recipe)
-    samples = list(batches)
+    samples, tell = list(batches), progress or (lambda _: None)
     if not samples:
         raise UserError("calibration.num_samples: no calibration batch came. Set it to at least 1")
-    modelopt.calibrate(module, plan.algorithm, lambda: _forward_all(module, samples, tell))
-    if recipe.scale_search == ScaleSearch.four_over_six:
-        tell("Choosing four or six for each block")
-        choose_four_over_six(module)
-    check_scales(module)
-    return coverage
+    needs_hessians = settings.error == ScaleError.hessian and recipe.scale_search != ScaleSearch.max
+    weighed = [n for n, whole in local.items() if table[whole].format == Format.nvfp4] if needs_hessians else []
+    run = _Calibration(module, Observer(module, weighed), samples, IdleExperts(settings.idle_experts), tell)
+    run.observes_output = _observes_output(table, weighed)
+    modelopt.calibrate(module, modelopt.MAX, run.forward_all)
+    share_amax(module, run.idle_here)
+    if recipe.scale_search != ScaleSearch.max:
+        tell("Searching the scale of each block")
+    choose_weight_scales(module, recipe.scale_search, run.observer.hessians())
+    warnings = check_scales(module)
+    return Calibrated(coverage, run.tokens, run.idle, warnings)
 
 
-def choose_four_over_six(module: nn.Module) -> None:
-    """Folds the four-over-six choice into the block amax of every static NVFP4 weight quantizer."""
-    for name, quantizer in modelopt.enabled_quantizers(module):
-        if name.endswith(_WEIGHT) and quantizer.is_nvfp4_static:
-            weight = module.get_parameter(name.removesuffix(_WEIGHT) + ".weight").detach()
-            try:
-                amax = nvfp4.four_over_six_amax(weight, quantizer.global_amax)
-            except ValueError as error:
-                raise UserError(f"{name}: {error}. The teacher's weights are damaged: load them again") from None
-            quantizer.amax = amax.view(quantizer.amax.shape)
+def _observes_output(table: dict[str, LinearFormat], weighed: list[str]) -> bool:
+    """Whether the output layer's inputs matter; its logits, the largest tensor of all, are skipped otherwise."""
+    return "output_layer" in weighed or ("output_layer" in table and table["output_layer"].format == Format.fp8)
 
 
-def check_structure(module: nn.Module, table: dict[str, LinearFormat]) -> None:
-    """Raises UserError when the model lacks a linear of its table, splits one over tensor ranks, or has one
-    that NVFP4 cannot cut into blocks."""
-    present = dict(module.named_modules())
-    missing = [name for name in table if name not in present]
-    if missing:
-        raise UserError(
-            f"Linears of the model that are not in it: {show(missing)}. Pass the bare, whole model"
-        )
-    split = [n for n in table if getattr(getattr(present[n], "tp_group", None), "size", lambda: 1)() > 1]
-    if split:
-        raise UserError(
-            "Quantisation over tensor-parallel ranks is not supported: a rank would make the scales of its "
-            f"own shard of {show(split)}. Set parallel.tensor=1"
-        )
-    blocked = [name for name, linear in table.items() if linear.format == Format.nvfp4]
-    widths = {name: module.get_parameter(f"{name}.weight").shape[-1] for name in blocked}
-    odd = [f"{name} ({width})" for name, width in widths.items() if width % nvfp4.BLOCK_SIZE]
-    if odd:
-        raise UserError(
-            f"Blocks of {nvfp4.BLOCK_SIZE} do not divide the inputs of {show(odd)}. Choose fp8 or bf16"
-        )
+class _Calibration:
+    """The calibration set on its way through the model, once, or twice where idle experts see all tokens."""
 
+    def __init__(
+        self, module: nn.Module, observer: Observer, samples: list[Batch], policy: IdleExperts, tell: Tell
+    ) -> None:
+        if module.pg_collection.pp.size() > 1:  # type: ignore[union-attr, operator]
+            raise UserError(
+                "parallel.pipeline: calibration over pipeline stages is not supported yet. Use parallel.pipeline=1"
+            )
+        self.module, self.observer, self.samples, self.policy, self.tell = module, observer, samples, policy, tell
+        self.observes_output = True
+        self.tokens: dict[str, int] = {}
+        self.idle: list[str] = []  # global names
+        self.idle_here: list[str] = []  # local names
 
-def check_coverage(
-    module: nn.Module,
-    table: dict[str, LinearFormat],
-    expected: tuple[Expected, ...],
-    recipe: RecipeConfig,
-) -> Coverage:
-    """Compares the enabled quantizers with what the recipe asks for, one by one and in number.
+    def forward_all(self) -> None:
+        with torch.no_grad(), self.observer.watching():
+            self._pass("Calibrating")
+            self._look_for_idle_experts()
+            if self.idle and self.policy == IdleExperts.all_tokens:
+                with self.observer.showing_all_tokens(self._layers_to_show()):
+                    self._pass(f"Showing all tokens to {len(self.idle)} idle experts")
 
-    Raises:
-        UserError: naming quantizers that are missing, and enabled ones that nothing asked for.
-    """
-    wanted = dict(_wanted(module, table, recipe))
-    enabled = {name: _format_of(quantizer) for name, quantizer in modelopt.enabled_quantizers(module)}
-    missing = [name for name, (_, chosen, _) in wanted.items() if enabled.get(name) != chosen]
-    extra = [name for name in enabled if name not in wanted]
-    if missing:
-        raise UserError(f"recipe.name={recipe.name} leaves out {show(missing)}: no rule gave it its format")
-    if extra:
-        raise UserError(f"recipe.name={recipe.name} quantises {show(extra)}, which it does not name")
-    matched: dict[tuple[str, str, str], int] = {}
-    for key in wanted.values():
-        matched[key] = matched.get(key, 0) + 1
-    rows = tuple(
-        CoverageRow(
-            row.part, row.format, row.kind, row.count, matched.get((row.part, row.format, row.kind), 0)
-        )
-        for row in expected
-    )
-    short = [
-        f"{row.part} {row.kind}: {row.matched} of {row.expected}"
-        for row in rows
-        if row.matched != row.expected
-    ]
-    if short:
-        raise UserError(f"recipe.name={recipe.name} covers the model in part only: {show(short)}")
-    return Coverage(rows)
-
-
-def check_scales(module: nn.Module) -> None:
-    """Raises UserError naming every quantizer whose scale is missing, zero, NaN or infinite."""
-    bad = []
-    for name, quantizer in modelopt.enabled_quantizers(module):
-        problem = _scale_problem(module, name, quantizer)
-        if problem:
-            bad.append(f"{name} ({problem})")
-    if bad:
-        raise UserError(
-            f"Unusable scales after calibration: {show(bad)}. A missing one means that no calibration token "
-            "reached the module (raise calibration.num_samples); zero or NaN, that the teacher is damaged"
-        )
-
-
-def show(names: list[str]) -> str:
-    """The first names of a list and how many more there are."""
-    more = len(names) - NUM_NAMES_SHOWN
-    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _forward_all(module: nn.Module, samples: list[dict[str, Tensor]], tell: Callable[[str], None]) -> None:
-    from nemo_qad.models.build import forward_logits
-
-    every = max(1, len(samples) // 10)
-    with torch.no_grad():
-        for index, batch in enumerate(samples):
+    def _pass(self, what: str) -> None:
+        group: Any = self.module.pg_collection.dp  # type: ignore[union-attr]
+        rounds = list(deal(self.samples, group.rank(), group.size()))
+        every, device = max(1, len(rounds) // 10), next(self.module.parameters()).device
+        for index, (batch, share) in enumerate(rounds):
             if index % every == 0:
-                tell(f"Calibrating, batch {index + 1} of {len(samples)}")
-            forward_logits(module, batch["tokens"])
+                self.tell(f"{what}, batch {index + 1} of {len(rounds)}")
+            self.observer.share = share
+            self._forward(batch["tokens"].to(device))
+
+    def _forward(self, tokens_BS: Tensor) -> None:
+        from nemo_qad.models.build import forward_hidden
+
+        hidden_SBD = forward_hidden(self.module, tokens_BS).transpose(0, 1)
+        if self.observes_output:
+            output_layer: Any = self.module.output_layer
+            for part_TD in hidden_SBD.flatten(0, 1).split(CHUNK_TOKENS):
+                output_layer(part_TD[:, None].contiguous(), runtime_gather_output=False)
+
+    def _look_for_idle_experts(self) -> None:
+        placement, counts = Placement(self.module), self.observer.expert_tokens()
+        self.idle_here = [name for name, count in counts.items() if not count]
+        self.idle = _in_order(union_of_names([placement.global_name(name) for name in self.idle_here]))
+        self.tokens = _merged({placement.global_name(name): round(count) for name, count in counts.items()})
+        if self.idle and self.policy == IdleExperts.error:
+            raise UserError(
+                f"calibration.idle_experts=error: no calibration token reached {show(self.idle)}. Raise "
+                "calibration.num_samples, or choose calibration.idle_experts=weights or all_tokens"
+            )
+
+    def _layers_to_show(self) -> set[str]:
+        """Idle experts of this rank, and the expert lists of layers that have an idle one on some rank."""
+        placement = Placement(self.module)
+        layers = {name.partition(EXPERT)[0] for name in self.idle}
+        lists = {
+            f"{name}.mlp{EXPERT.removeprefix('.mlp').removesuffix('.')}"
+            for name, _ in self.module.named_modules()
+            if placement.global_name(name) in layers
+        }
+        return lists | set(self.idle_here)
 
 
-def _wanted(
-    module: nn.Module, table: dict[str, LinearFormat], recipe: RecipeConfig
-) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Quantizer name -> (part, format, kind)."""
-    for name, linear in table.items():
-        if linear.format != Format.bf16:
-            yield name + _WEIGHT, (linear.part, linear.format.value, "weights")
-        if linear.format == Format.fp8:
-            yield name + _INPUT, (linear.part, linear.format.value, "activations")
-    if recipe.kv_cache == KvFormat.none:
-        return
-    for name in table:
-        if name.endswith("self_attention.linear_qkv"):
-            attention = name.removesuffix("linear_qkv") + "core_attention"
-            for which in "kv":
-                yield f"{attention}.{which}_bmm_quantizer", (KV_PART, KvFormat(recipe.kv_cache).value, "kv")
+def deal(samples: list[Batch], rank: int, ranks: int) -> Iterator[tuple[Batch, float]]:
+    """(batch, share of it that counts) of one rank: full rounds of equal shapes, then the rest on every rank."""
+    full = 0
+    while full + ranks <= len(samples) and len({s["tokens"].shape for s in samples[full : full + ranks]}) == 1:
+        yield samples[full + rank], 1.0
+        full += ranks
+    for batch in samples[full:]:
+        yield batch, 1.0 / ranks
 
 
-def _format_of(quantizer: Any) -> tuple[str, str, str] | str:
-    return "nvfp4" if modelopt.is_nvfp4(quantizer) else "fp8" if quantizer.is_fp8 else str(quantizer.num_bits)
+def _in_order(names: list[str]) -> list[str]:
+    """Names by their numbers: local_experts.10 after local_experts.9."""
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".")])
 
 
-def _scale_problem(module: nn.Module, name: str, quantizer: Any) -> str | None:
-    """What is wrong with the amax that the stored scales come from, or None."""
-    amax: Tensor | None
-    if name.endswith(_WEIGHT) and quantizer.is_nvfp4_dynamic:
-        amax = module.get_parameter(name.removesuffix(_WEIGHT) + ".weight").detach().abs().amax()
-    elif quantizer.is_nvfp4_static:
-        if not torch.isfinite(quantizer.amax).all():
-            return "block amax is NaN or infinite"
-        amax = quantizer.global_amax
-    else:
-        amax = getattr(quantizer, "_amax", None)
-    if amax is None:
-        return "missing"
-    if not torch.isfinite(amax).all():
-        return "NaN or infinite"
-    return "zero" if bool((amax <= 0).any()) else None
+def _merged(counts: dict[str, int]) -> dict[str, int]:
+    """Of all ranks; a collective call."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return counts
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    merged = {name: count for each in gathered for name, count in each.items()}
+    return {name: merged[name] for name in _in_order(list(merged))}

@@ -1,4 +1,4 @@
-"""The one seam into ModelOpt: its three fake-quantisation functions, and quantizers on our attention.
+"""The one seam into ModelOpt: its fake-quantisation functions, quantizers on our attention, and its state.
 
 ModelOpt 0.47 has no NVFP4 on CPU, and what its kernels compute differs in rounding order from what its
 exporter packs. `install` therefore routes NVFP4 (static and dynamic block scales) and per-tensor E4M3
@@ -6,6 +6,11 @@ through `nvfp4.py` and `fp8.py`, on CPU and GPU alike: training then sees the by
 Its documented hook (`register_quant_backend`) does not reach static block scales, hence the replacement
 of module attributes; `tests/unit/test_modelopt_seam.py` proves that they are still what it calls.
 Every other format keeps ModelOpt's own code.
+
+More is changed where ModelOpt would go wrong or refuse: scalar amax stay FP32 under `.bfloat16()`; static block scales
+are allowed under tensor parallelism (`scales.py` reduces the global amax, which is what was missing); dynamic ones take
+the global amax of all tensor-parallel ranks; the experts of a layer keep their own input amax instead of sharing that
+of the experts that happen to be on one rank.
 
 The gradient is straight-through, ModelOpt's default; with `pass_through_bwd=False` it is zero where the
 input lies beyond its amax.
@@ -21,6 +26,8 @@ from typing import Any
 
 import modelopt.torch.quantization as mtq
 import torch
+import torch.distributed as dist
+from modelopt.torch.opt.dynamic import DynamicModule
 from modelopt.torch.quantization import tensor_quant
 from modelopt.torch.quantization.nn import (
     QuantModule,
@@ -29,12 +36,14 @@ from modelopt.torch.quantization.nn import (
     TensorQuantizer,
 )
 from modelopt.torch.quantization.nn.modules import tensor_quantizer
+from modelopt.torch.quantization.plugins import megatron as megatron_plugin
 from modelopt.torch.utils.distributed import ParallelState
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from nemo_qad.quantization import fp8, nvfp4
 
+MAX: dict[str, Any] = {"method": "max", "distributed_sync": False}  # `scales.py` brings the ranks together
 _NVFP4_DYNAMIC = (4, 2, 8, 4)  # bits and exponent bits of the element, then of the block scale
 
 
@@ -136,11 +145,62 @@ class _QuantCoreAttention(QuantModule):
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
 
+class _QuantSequentialMLP(DynamicModule):
+    """Experts on their own: ModelOpt's class shares input amax among a rank's experts and refuses TP beside EP."""
+
+    def _setup(self) -> None:
+        from megatron.core import parallel_state as groups
+
+        state = ParallelState(
+            groups.get_expert_data_parallel_group(),
+            tensor_parallel_group=groups.get_expert_tensor_parallel_group(),
+            expert_model_parallel_group=groups.get_expert_model_parallel_group(),
+        )
+        self.parallel_state = state
+        for expert in self.local_experts:
+            expert.linear_fc1._parallel_state = expert.linear_fc2._parallel_state = state
+
+
+def _keeps_fp32(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Stands for `TensorQuantizer._apply`: moves amax to another device, never to another dtype."""
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = {n: b for n, b in self.named_buffers(recurse=False) if b.dtype == torch.float32}
+        module = original(self, fn, recurse)
+        for name, value in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != torch.float32 and value.device.type != "meta":
+                self._buffers[name] = value.to(moved.device)
+        return module
+
+    return _apply
+
+
+def _amax_of_all_ranks(original: Callable[[TensorQuantizer, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Stands for `TensorQuantizer._get_amax`: a dynamic amax is that of the whole tensor, not of the rank's part."""
+
+    def _get_amax(self: TensorQuantizer, inputs: Tensor) -> Tensor:
+        amax = original(self, inputs)
+        group = getattr(self, "amax_group", None)
+        return amax if group is None or hasattr(self, "_amax") else largest_of_ranks(amax, group)
+
+    return _get_amax
+
+
+def largest_of_ranks(amax: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """FP32 copy of `amax`, the largest of the ranks of `group`."""
+    amax = amax.float().clone()
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    return amax
+
+
 _installed = False
 
 
 def install() -> None:
-    """Replaces ModelOpt's fake quantisation and registers our core attention. Idempotent."""
+    """Makes the changes that the module's head lists, and registers our core attention. Idempotent."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
     from nemo_qad.models.attention import CoreAttention
 
     global _installed
@@ -149,7 +209,12 @@ def install() -> None:
     tensor_quantizer.static_blockwise_fp4_fake_quant = _StaticNvfp4.apply
     tensor_quantizer.scaled_e4m3 = _scaled_e4m3(tensor_quantizer.scaled_e4m3)
     tensor_quant.dynamic_block_quantize_op = _dynamic_op(tensor_quant.dynamic_block_quantize_op)
+    TensorQuantizer._apply = _keeps_fp32(TensorQuantizer._apply)
+    TensorQuantizer._get_amax = _amax_of_all_ranks(TensorQuantizer._get_amax)
+    megatron_plugin._check_nvfp4_static_tp_supported = lambda model: None
     QuantModuleRegistry.register({CoreAttention: "nemo_qad_CoreAttention"})(_QuantCoreAttention)
+    QuantModuleRegistry.unregister(SequentialMLP)
+    QuantModuleRegistry.register({SequentialMLP: "nemo_qad_SequentialMLP"})(_QuantSequentialMLP)
     _installed = True
 
 
@@ -176,6 +241,11 @@ def insert_quantizers(module: nn.Module, quant_cfg: list[dict[str, Any]]) -> Non
     install()
     with quiet():
         mtq.quantize(module, {"quant_cfg": quant_cfg, "algorithm": None})
+    children: Iterator[Any] = module.modules()
+    for child in children:
+        group = getattr(child, "tp_group", None)
+        if hasattr(child, "weight_quantizer") and group is not None and group.size() > 1:
+            child.weight_quantizer.amax_group = group
 
 
 def calibrate(module: nn.Module, algorithm: str | dict[str, Any], forward: Callable[[], None]) -> None:
@@ -207,6 +277,13 @@ def scale_max(quantizer: TensorQuantizer) -> float:
 
 
 def set_static_scales(quantizer: TensorQuantizer, amax: Tensor, global_amax: Tensor) -> None:
-    """Gives a static NVFP4 quantizer the block amax [N, 1] and global amax it is to keep."""
-    quantizer.amax = amax
+    """Gives a static NVFP4 quantizer the block amax [N, 1] and global amax it is to keep, both FP32."""
+    set_amax(quantizer, amax.float())
     StaticBlockScaleQuantizer.from_tensor_quantizer(quantizer, global_amax=global_amax)
+
+
+def set_amax(quantizer: TensorQuantizer, amax: Tensor) -> None:
+    """Replaces a quantizer's amax, whatever shape and dtype ModelOpt had given it."""
+    if hasattr(quantizer, "_amax"):
+        del quantizer._amax
+    quantizer.amax = amax

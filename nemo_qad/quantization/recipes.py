@@ -70,15 +70,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class Rules:
-    """`quant_cfg` and `algorithm` in ModelOpt's schema, and the coverage they must give."""
+    """`quant_cfg` in ModelOpt's schema, and the coverage it must give."""
 
     quant_cfg: list[dict[str, Any]]
-    algorithm: str | dict[str, Any]
     expected: tuple[Expected, ...]
 
 
-def rules(recipe: RecipeConfig, model: ModelConfig) -> Rules:
+def rules(recipe: RecipeConfig, model: ModelConfig, local: dict[str, str] | None = None) -> Rules:
     """Translates a recipe for one model.
+
+    Args:
+        local: local name -> global name of the linears of this rank, where they differ. Extra rules are globs over
+            global names and are then spelt out; those of the parts mean all layers and all experts anyway.
 
     Raises:
         ConfigError: scales that do not go together, an extra rule that matches nothing, or a recipe
@@ -90,10 +93,12 @@ def rules(recipe: RecipeConfig, model: ModelConfig) -> Rules:
         for glob in globs:
             entries += _linear_entries(glob, part_format(recipe, part), recipe)
     for rule in recipe.extra_rules:
-        entries += _linear_entries(rule.modules, Format(rule.format), recipe)
+        matching = [name for name, whole in (local or {}).items() if fnmatchcase(whole, rule.modules)]
+        for name in [rule.modules] if local is None else matching:
+            entries += _linear_entries(name, Format(rule.format), recipe)
     if recipe.kv_cache != KvFormat.none:
         entries += [{"quantizer_name": name, "cfg": _kv_cfg(recipe.kv_cache)} for name in _KV_QUANTIZERS]
-    return Rules(entries, _algorithm(recipe), tuple(expected_coverage(recipe, model)))
+    return Rules(entries, tuple(expected_coverage(recipe, model)))
 
 
 def formats(recipe: RecipeConfig, model: ModelConfig) -> dict[str, LinearFormat]:
@@ -218,8 +223,8 @@ def _nvfp4_weight_cfg(recipe: RecipeConfig) -> dict[str, Any]:
         "type": WeightScales(recipe.weight_scales).value,
         "scale_bits": (4, 3),
     }
-    if recipe.scale_search == ScaleSearch.four_over_six:
-        blocks["four_over_six"] = True
+    if ScaleSearch(recipe.scale_search).leaves_room:
+        blocks["four_over_six"] = True  # ModelOpt's name for block scales of up to 256
     cfg: dict[str, Any] = {"num_bits": (2, 1), "block_sizes": blocks}
     if recipe.weight_scales == WeightScales.dynamic:
         cfg["type"] = "dynamic"
@@ -231,11 +236,3 @@ def _kv_cfg(kv_format: KvFormat) -> dict[str, Any]:
     if kv_format == KvFormat.fp8:
         return {"num_bits": (4, 3), "axis": None}
     return {"num_bits": (2, 1), "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)}}
-
-
-def _algorithm(recipe: RecipeConfig) -> str | dict[str, Any]:
-    """MSE: ModelOpt's sweep over all 126 E4M3 scales of a block. Four-over-six is chosen after `max`, by
-    the arithmetic that training and export use (`calibrate.py`)."""
-    if recipe.scale_search == ScaleSearch.mse:
-        return {"method": "mse", "fp8_scale_sweep": True}
-    return "max"

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_qad.errors import UserError
+from nemo_qad.errors import UserError, show
+from nemo_qad.models.placement import Placement
 from nemo_qad.quantization import fp8, modelopt, nvfp4
-from nemo_qad.quantization.calibrate import check_coverage, check_scales, check_structure, show
+from nemo_qad.quantization.coverage import check_coverage, check_scales, check_structure, local_linears
 from nemo_qad.quantization.recipes import formats, rules
 from nemo_qad.schema import ModelConfig, RecipeConfig
 
@@ -42,9 +43,10 @@ def restore_quantizers(module: nn.Module, recipe: RecipeConfig, model: ModelConf
     Raises:
         UserError: naming scales that are missing, not asked for, misshapen, zero, NaN or infinite.
     """
-    plan = rules(recipe, model)
     table = formats(recipe, model)
     check_structure(module, table)
+    local = None if Placement(module).is_trivial else local_linears(module, table)
+    plan = rules(recipe, model, local)
     modelopt.insert_quantizers(module, plan.quant_cfg)
     check_coverage(module, table, plan.expected, recipe)
     expected = _expected_shapes(module)
@@ -55,7 +57,7 @@ def restore_quantizers(module: nn.Module, recipe: RecipeConfig, model: ModelConf
         if _GLOBAL_AMAX in values:
             modelopt.set_static_scales(quantizer, values[_AMAX], values[_GLOBAL_AMAX])
         elif _AMAX in values:
-            quantizer.amax = values[_AMAX]
+            modelopt.set_amax(quantizer, values[_AMAX])
     check_scales(module)
 
 
@@ -173,7 +175,8 @@ def _nvfp4_scales(quantizer: Any, weight: Tensor) -> tuple[Tensor, Tensor, float
     if quantizer.is_nvfp4_static:
         return quantizer.amax, quantizer.global_amax, modelopt.scale_max(quantizer)
     amax = nvfp4.block_amax(weight)
-    return amax, amax.amax(), modelopt.scale_max(quantizer)
+    outer, group = amax.amax(), getattr(quantizer, "amax_group", None)
+    return amax, outer if group is None else modelopt.largest_of_ranks(outer, group), modelopt.scale_max(quantizer)
 
 
 def _expected_shapes(module: nn.Module) -> dict[str, int]:

@@ -23,10 +23,11 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
     student = session.load_teacher()
     size = sum(4 * p.numel() for p in student.parameters())
     require_space(folder(session), 2 * size, "the quantised student")
-    coverage = quantize(
-        student, session.run.recipe, session.run.model, session.calibration_batches(), session.say
-    )
-    rows = coverage.to_json()
+    calibrated = quantize(
+        student, session.run.recipe, session.run.model, session.calibration_batches(), session.say,
+        calibration=session.run.calibration,
+    )  # fmt: skip
+    rows = calibrated.coverage.to_json()
     coverage_table(rows)
     kl, perplexity = session.validate(student)
     session.say(f"ptq: held-out KL {kl:.5f} nats per token")

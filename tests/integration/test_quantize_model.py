@@ -51,7 +51,7 @@ def test_recipe_quantises_and_restores_bit_for_bit(name: str) -> None:
     recipe = load_recipe(name)
     module, spoken = build(MODEL), []
     plain = logits(module)
-    coverage = quantize(module, recipe, MODEL, batches(MODEL), spoken.append)
+    coverage = quantize(module, recipe, MODEL, batches(MODEL), spoken.append).coverage
     assert spoken and all(row.matched == row.expected > 0 for row in coverage.rows)
     assert {"part", "format", "kind", "expected", "matched"} == coverage.to_json()[0].keys()
     quantised_logits = logits(module)

@@ -41,6 +41,7 @@ NUMERICS = (
 HEAVY = ("torch", "megatron", "modelopt", "transformers")
 WITHOUT_TORCH = (
     "files",
+    "recipe_validation",
     "command_line",
     "config",
     "errors",
