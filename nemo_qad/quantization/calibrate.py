@@ -83,7 +83,7 @@ def quantize(
     run = _Calibration(module, Observer(module, weighed), samples, IdleExperts(settings.idle_experts), tell)
     run.observes_output = _observes_output(table, weighed)
     modelopt.calibrate(module, modelopt.MAX, run.forward_all)
-    share_amax(module, run.idle_here)
+    share_amax(module)
     if recipe.scale_search != ScaleSearch.max:
         tell("Searching the scale of each block")
     choose_weight_scales(module, recipe.scale_search, run.observer.hessians())

@@ -11,7 +11,7 @@ whether calibration reached it or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,17 +83,16 @@ def largest_magnitude(tensor: Tensor) -> Tensor:
     return torch.stack(tensor.aminmax()).abs().amax().float().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def share_amax(module: nn.Module, idle: Iterable[str] = ()) -> None:
+def share_amax(module: nn.Module) -> None:
     """Sets every scalar amax to the largest of the ranks that share the tensor or its data; a collective call.
 
-    Args:
-        idle: local names of experts that calibration did not reach. Their input scales, and those of experts whose
-            inputs were all zero, become the largest of the other experts of their layer, on whatever rank.
+    An expert that saw no token, or whose inputs were all zero, gets the largest input amax of the other experts of
+    its layer, on whatever rank they are.
     """
     scalars = {name: q for name, q in modelopt.enabled_quantizers(module) if _has_one_amax(name, q)}
     values = {name: _amax_or_missing(module, quantizer) for name, quantizer in scalars.items()}
     reduce_max(module, values)
-    _lend_among_experts(module, values, tuple(idle))
+    _lend_among_experts(module, values)
     for name, quantizer in scalars.items():
         if float(values[name]) != _MISSING:
             modelopt.set_amax(quantizer, values[name])
@@ -128,7 +127,7 @@ def _amax_or_missing(module: nn.Module, quantizer: Any) -> Tensor:
     return torch.tensor(_MISSING, device=device) if amax is None else largest_magnitude(amax).to(device)
 
 
-def _lend_among_experts(module: nn.Module, values: dict[str, Tensor], idle: tuple[str, ...]) -> None:
+def _lend_among_experts(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Gives experts without a usable input amax the largest of their layer.
 
     Every rank brings one value for each linear of each of its expert layers, so ranks cannot wait for one another.
@@ -148,8 +147,7 @@ def _lend_among_experts(module: nn.Module, values: dict[str, Tensor], idle: tupl
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=groups.ep)
     largest.update(zip(linears, vector.unbind(), strict=True))
     for name in inputs:
-        unreached = float(values[name]) <= 0 or name.rpartition(".linear_fc")[0] in idle
-        if unreached:
+        if float(values[name]) <= 0:
             values[name] = largest[_without_expert(name.removesuffix(INPUT))]
 
 
