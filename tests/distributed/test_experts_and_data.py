@@ -29,6 +29,7 @@ from nemo_qad.schema import CalibrationConfig, Format, IdleExperts, ParallelConf
 
 MODEL = hybrid()
 IDLE = "decoder.layers.1.mlp.experts.local_experts.3"
+FIRST = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1"
 OTHERS = re.compile(r"decoder\.layers\.1\.mlp\.experts\.local_experts\.[012]\.")
 
 
@@ -112,8 +113,11 @@ def starve(module: Any) -> None:
 def calibrate_starved(rank: int, parallel: ParallelConfig, weights: Results | None) -> Results:
     """Scalar scales, by policy and name, and the message of the policy that is an error."""
     with runtime.process_groups(parallel, seed=1, threads=1):
-        module = build(MODEL, parallel, weights)
-        found = {f"parameter|{n}": p.detach().clone() for n, p in module.named_parameters() if weights is None}
+        module, found = build(MODEL, parallel, weights), {}
+        if weights is None:  # expert 0, which another rank than expert 3's holds at EP 2, shall have the largest
+            module.get_submodule(FIRST).weight.data.mul_(3)
+            weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+            found = {f"parameter|{name}": p for name, p in weights.items()}
         recipe = recipe_named("four_over_six", routed_experts=Format.fp8)
         for policy in IdleExperts:
             module = build(MODEL, parallel, weights)
