@@ -20,7 +20,14 @@ from nemo_qad.choices import Format, IdleExperts, ScaleError, ScaleSearch
 from nemo_qad.errors import UserError, show
 from nemo_qad.models.placement import EXPERT, Placement, union_of_names
 from nemo_qad.quantization import modelopt
-from nemo_qad.quantization.coverage import Coverage, check_coverage, check_scales, check_structure, local_linears
+from nemo_qad.quantization.coverage import (
+    Coverage,
+    check_coverage,
+    check_scales,
+    check_structure,
+    check_weights,
+    local_linears,
+)
 from nemo_qad.quantization.observe import CHUNK_TOKENS, Observer
 from nemo_qad.quantization.recipes import LinearFormat, formats, rules
 from nemo_qad.quantization.scales import choose_weight_scales, share_amax
@@ -71,6 +78,7 @@ def quantize(
     settings = calibration or CalibrationConfig()
     table = formats(recipe, model)
     check_structure(module, table)
+    check_weights(module)
     local = local_linears(module, table)
     plan = rules(recipe, model, None if Placement(module).is_trivial else local)
     modelopt.insert_quantizers(module, plan.quant_cfg)

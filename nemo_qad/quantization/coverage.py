@@ -84,6 +84,16 @@ def _fuses_gradients(linear: nn.Module) -> bool:
     return bool(getattr(linear, "gradient_accumulation_fusion", False))
 
 
+def check_weights(module: nn.Module) -> None:
+    """Raises UserError naming every parameter that holds NaN or infinite values; a collective call."""
+    placement = Placement(module)
+    broken = union_of_names(
+        [placement.global_name(name) for name, p in module.named_parameters() if not torch.isfinite(p.detach()).all()]
+    )
+    if broken:
+        raise UserError(f"NaN or infinite values in {show(broken)}. The teacher's weights are damaged: load them again")
+
+
 def check_coverage(
     module: nn.Module, table: dict[str, LinearFormat], expected: tuple[Expected, ...], recipe: RecipeConfig
 ) -> Coverage:

@@ -41,6 +41,7 @@ from modelopt.torch.utils.distributed import ParallelState
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from nemo_qad.errors import UserError
 from nemo_qad.quantization import fp8, nvfp4
 
 MAX: dict[str, Any] = {"method": "max", "distributed_sync": False}  # `scales.py` brings the ranks together
@@ -249,14 +250,26 @@ def insert_quantizers(module: nn.Module, quant_cfg: list[dict[str, Any]]) -> Non
 
 
 def calibrate(module: nn.Module, algorithm: str | dict[str, Any], forward: Callable[[], None]) -> None:
-    """Runs ModelOpt's calibration; `forward` sends the whole calibration set through the model."""
+    """Runs ModelOpt's calibration; `forward` sends the whole calibration set through the model.
+
+    Raises:
+        UserError: an activation is NaN or infinite, which ModelOpt's calibrators assert against.
+    """
     with quiet() as loud:
 
         def forward_loop(_: nn.Module) -> None:
             with loud():
                 forward()
 
-        mtq.calibrate(module, algorithm, forward_loop=forward_loop)
+        try:
+            mtq.calibrate(module, algorithm, forward_loop=forward_loop)
+        except AssertionError as error:
+            if "in amax" not in str(error):
+                raise
+            raise UserError(
+                f"calibration: an activation is NaN or infinite ({error}). The weights are finite, so look at the "
+                "calibration text and at the model's precision"
+            ) from None
 
 
 def enabled_quantizers(module: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
