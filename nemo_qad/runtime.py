@@ -116,8 +116,10 @@ def _destroy() -> None:
     """Undo `process_groups`, with the globals of Megatron that refer to its groups or layer count."""
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of FP32 and of BF16 runs: their shapes differ
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_qad import runtime
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.models import transformer_engine
+from nemo_qad.models.context import Documents
 from nemo_qad.models.vocabulary import padded_vocab_size
 from nemo_qad.schema import ModelConfig, ParallelConfig, Precision
 
@@ -143,16 +144,17 @@ def _stack_spec(model: ModelConfig):  # type: ignore[no-untyped-def]
     return torch_spec(model)
 
 
-def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor, packed: Documents | None = None) -> Tensor:
     """tokens int64 [B, S] -> normed hidden states [B, S, D] that the output layer reads.
 
-    Under sequence parallelism [B, S / ranks, D], the r-th part of the sequence on rank r. `module` may be wrapped
-    (DDP). A pipeline stage after the first starts from what `set_input_tensor` was given; one before the last
-    returns what the next stage starts from.
+    Under context parallelism tokens and hidden states are the rank's part of the sequence; under sequence parallelism
+    hidden states are [B, S / ranks, D], the r-th part of that on rank r. `module` may be wrapped (DDP). A pipeline
+    stage after the first starts from what `set_input_tensor` was given; one before the last returns what the next
+    stage starts from. `packed`: the documents of the tokens; None: each row is one.
     """
     model = bare(module)
     embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None) if model.pre_process else None
-    return model.decoder(hidden_states=embedded_SBD, attention_mask=None).transpose(0, 1)
+    return model.decoder(hidden_states=embedded_SBD, attention_mask=None, packed_seq_params=packed).transpose(0, 1)
 
 
 def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:

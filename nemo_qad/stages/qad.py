@@ -16,6 +16,7 @@ from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensor
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.distillation.teacher_file import TeacherFile
 from nemo_qad.evaluation.console import progress
+from nemo_qad.quantization.in_place import student_weights
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Keep
 from nemo_qad.stages import logits, ptq
@@ -69,6 +70,8 @@ class Distillation:
             ),
             precision=session.run.model.precision,
             average_decay=self.config.average_decay,
+            distributed_optimizer=session.run.parallel.distributed_optimizer,
+            weights=student_weights(self.student, self.config, session.run.recipe),
         )
 
     def run(self) -> tuple[dict[str, Any], list[Path]]:
@@ -97,9 +100,10 @@ class Distillation:
 
     def _measure(self) -> tuple[float, float]:
         """Held-out KL and perplexity of the weights now in the student."""
-        if self.file is None:
-            return self.session.validate(self.student)
-        return logits.validate(self.session, self.file, self.student)
+        with self.trainer.latent():
+            if self.file is None:
+                return self.session.validate(self.student)
+            return logits.validate(self.session, self.file, self.student)
 
     def _loop(self, log: MetricsLog) -> None:
         config, trainer = self.config, self.trainer
@@ -144,7 +148,7 @@ class Distillation:
             self._store(self.root / "best")
 
     def _store(self, folder: Path) -> None:
-        with deployed_weights(self.student):
+        with self.trainer.latent(), deployed_weights(self.student):
             save_tensors(folder, student_tensors(self.student), vars(self.best))
 
     def _hand_on(self, seconds: float) -> tuple[dict[str, Any], list[Path]]:

@@ -42,9 +42,12 @@ def qad_settings(qad: QadConfig) -> OptimizerSettings:
 
 
 def build_optimizer(
-    module: torch.nn.Module, settings: OptimizerSettings, precision: Precision
+    module: torch.nn.Module, settings: OptimizerSettings, precision: Precision, *, distributed: bool = False
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam over the trainable parameters of a DDP-wrapped module, and its schedule counted in steps."""
+    """Adam over the trainable parameters of a DDP-wrapped module, and its schedule counted in steps.
+
+    `distributed` spreads its state over the data-parallel ranks; the module's DDP must be set up for that too.
+    """
     is_bf16 = precision is Precision.bf16
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -57,6 +60,7 @@ def build_optimizer(
             adam_eps=settings.adam_eps,
             clip_grad=settings.clip_grad,
             bf16=is_bf16,
+            use_distributed_optimizer=distributed,
             params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         ),
         [module],

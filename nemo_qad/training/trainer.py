@@ -2,6 +2,10 @@
 
 The loss is a function (module, batch) -> (sum, count); gradients of all micro-batches are summed and
 divided once by the total count (Megatron's `calculate_per_token_loss`).
+
+A student's weights may be quantised in place between steps. The truth is then Megatron's main parameters, which BF16
+has anyway; in FP32, where a parameter is its own main parameter, a copy of those weights is kept. What is not
+training (validation, storing weights) belongs inside `Trainer.latent`.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_qad.errors import UserError
 from nemo_qad.schema import Precision
+from nemo_qad.training.main_parameters import MainParameters, chained, wrapped
 from nemo_qad.training.optimizer import OptimizerSettings, build_optimizer
+from nemo_qad.training.student_weights import StudentWeights
 
 Batch = dict[str, Tensor]
 Loss = Callable[[torch.nn.Module, Batch], tuple[Tensor, Tensor]]
@@ -36,7 +43,13 @@ class StepResult:
 
 
 class Trainer:
-    """Trains `module` in place. `average_decay` > 0 keeps an exponential moving average beside it."""
+    """Trains `module` in place.
+
+    Args:
+        average_decay: above 0 keeps an exponential moving average beside the weights.
+        distributed_optimizer: each data-parallel rank keeps and updates a part of the optimizer's state.
+        weights: those that are quantised, if the student has any that want care between steps.
+    """
 
     def __init__(
         self,
@@ -46,6 +59,8 @@ class Trainer:
         *,
         precision: Precision,
         average_decay: float = 0.0,
+        distributed_optimizer: bool = False,
+        weights: StudentWeights | None = None,
     ) -> None:
         self.module = module
         self.loss = loss
@@ -54,13 +69,22 @@ class Trainer:
         config: Any = module.config
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = finalize_model_grads
-        self._ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+        self._ddp = wrapped(module, distributed=distributed_optimizer)
+        self._optimizer, self._scheduler = build_optimizer(
+            self._ddp, settings, precision, distributed=distributed_optimizer
         )
-        self._optimizer, self._scheduler = build_optimizer(self._ddp, settings, precision)
-        # Without BF16 the parameter is its own main parameter.
-        self._main = {name: getattr(p, "main_param", p) for name, p in module.named_parameters()}
-        self.average = {k: p.detach().clone() for k, p in self._main.items()} if average_decay else {}
+        self._main = MainParameters(module, self._ddp, self._optimizer)
+        parts = self._main.parts
+        self.average = {n: part.values.detach().clone() for n, part in parts.items()} if average_decay else {}
+        self._weights = weights
+        self._in_place = weights is not None and weights.in_place
+        self._is_latent = not self._in_place
+        # The truth about weights quantised in place whose main values lie in the parameter: of this rank's part.
+        self._kept: dict[str, Tensor] = {}
+        if weights and weights.in_place:
+            mine = [n for n in weights.names if n in parts and parts[n].is_parameter]
+            self._kept = {n: parts[n].values.detach().clone() for n in mine}
+            weights.quantize()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """One optimizer step over `micro_batches` ([B, S] each).
@@ -68,6 +92,7 @@ class Trainer:
         Raises:
             UserError: the loss or the gradient norm is NaN or Inf; the parameters are left as they were.
         """
+        assert self._is_latent != self._in_place, "a step inside latent()"
         device = next(self.module.parameters()).device
         micro_batches = [{k: t.to(device) for k, t in batch.items()} for batch in micro_batches]
         self._ddp.train()
@@ -85,10 +110,12 @@ class Trainer:
         total, count = (sum(float(item[key]) for item in sums) for key in ("sum", "count"))
         self._refuse_non_finite(total)
         learning_rate = self._optimizer.param_groups[0]["lr"]
+        for name, truth in self._kept.items():
+            self._main.parts[name].write(truth)
         _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(increment=1)
         self.step += 1
-        self._update_average()
+        self._after_update()
         return StepResult(total / max(count, 1), float(grad_norm or 0.0), int(count), learning_rate)
 
     def _forward_step(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -101,7 +128,13 @@ class Trainer:
 
     def _refuse_non_finite(self, total: float) -> None:
         names = [n for n, p in self.module.named_parameters() if not _gradient(p).isfinite().all()]
-        if names or not math.isfinite(total):
+        is_bad = bool(names) or not math.isfinite(total)
+        if self._main.is_distributed and dist.get_world_size() > 1:
+            # A gradient's sum is on one rank alone: all must stop, or the others would wait for it.
+            flag = torch.tensor([is_bad], dtype=torch.int32, device=next(self.module.parameters()).device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            is_bad = bool(flag)
+        if is_bad:
             raise UserError(
                 f"step {self.step + 1}: the loss is {total} and these gradients are NaN or Inf: "
                 f"{', '.join(names[:3]) or 'none'}. Nothing was updated; lower the learning rate, or look at "
@@ -109,41 +142,96 @@ class Trainer:
             )
 
     @torch.no_grad()
+    def _after_update(self) -> None:
+        """The parameters hold the truth: clip it, average it, choose scales by it, keep it, quantise it."""
+        weights = self._weights
+        if weights and weights.clips:
+            self._clip(weights)
+        self._update_average()
+        if weights:
+            weights.refresh(self.step)
+            if weights.in_place:
+                for name, kept in self._kept.items():
+                    kept.copy_(self._main.parts[name].values)
+                weights.quantize()
+
+    def _clip(self, weights: StudentWeights) -> None:
+        """In the main values and the whole parameters: rounding is monotone, so a parameter clipped to the rounded
+        limit is the rounding of its clipped main values, on the ranks that do not have these too."""
+        parameters = dict(self.module.named_parameters())
+        for name in weights.names:
+            weights.clip(name, parameters[name])
+            part = self._main.parts.get(name)
+            if part and not part.is_parameter:
+                weights.clip(name, part.values, part.start)
+
+    @torch.no_grad()
     def _update_average(self) -> None:
         # The first steps count fully (as an unbiased running mean), so that the start does not linger.
         decay = min(self.average_decay, (self.step - 1) / self.step)
         for name, average in self.average.items():
-            average.lerp_(self._main[name], 1 - decay)
+            average.lerp_(self._main.parts[name].values, 1 - decay)
+
+    @contextmanager
+    def latent(self) -> Iterator[None]:
+        """Inside, parameters hold the truth (in BF16: its rounding) and the student quantises them in forward, as
+        everything but training expects; on exit weights are quantised in place again, if they were.
+
+        With the distributed optimizer a collective call. Without weights in place nothing happens.
+        """
+        weights = self._weights
+        if weights is None or self._is_latent:
+            yield
+            return
+        self._main.write({n: self._truth(n) for n in weights.names if n in self._main.parts})
+        weights.quantize_in_forward()
+        self._is_latent = True
+        try:
+            yield
+        finally:
+            self._is_latent = False
+            weights.quantize()
+
+    def _truth(self, name: str) -> Tensor:
+        return self._kept[name] if name in self._kept else self._main.parts[name].values.detach()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the module holds the averaged weights; on exit its own come back bit for bit."""
-        parameters = dict(self.module.named_parameters())
-        own = {name: p.detach().clone() for name, p in parameters.items()}
-        try:
-            with torch.no_grad():
-                for name, average in self.average.items():
-                    parameters[name].copy_(average)
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in parameters.items():
-                    p.copy_(own[name])
+        """Inside, the module holds the averaged weights; on exit its own come back bit for bit.
 
-    def _adam_states(self) -> dict[int, dict[str, Tensor]]:
-        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        return {id(p): s for o in optimizers for p, s in o.optimizer.state.items()}
+        As inside `latent`, the student quantises them in forward.
+        """
+        parameters = dict(self.module.named_parameters())
+        with self.latent():
+            own = {name: p.detach().clone() for name, p in parameters.items()}
+            try:
+                self._main.write(self.average)
+                yield
+            finally:
+                with torch.no_grad():
+                    for name, p in parameters.items():
+                        p.copy_(own[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, but the data's position: name -> tensor."""
+        """Everything that the next step depends on, but the data's position: name -> tensor.
+
+        The same names and shapes with the distributed optimizer and without.
+
+        Raises:
+            UserError: the distributed optimizer has spread the state over ranks.
+        """
+        self._refuse_shards()
         tensors: dict[str, Tensor] = {}
-        adam = self._adam_states()
-        for name, p in self._main.items():
-            tensors[f"main.{name}"] = p.detach()
+        adam = {id(p): s for o in chained(self._optimizer) for p, s in o.optimizer.state.items()}
+        for name, part in self._main.parts.items():
+            shape = part.parameter.shape
+            tensors[f"main.{name}"] = self._truth(name).view(shape)
             for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = adam[id(p)][key]
-        tensors |= {f"average.{name}": t for name, t in self.average.items()}
+                tensors[f"{key}.{name}"] = adam[id(part.values)][key].view(shape)
+        tensors |= {f"average.{n}": t.view(self._main.parts[n].parameter.shape) for n, t in self.average.items()}
         tensors |= {f"buffer.{n}": b for n, b in self.module.named_buffers() if n.endswith("expert_bias")}
+        if self._weights:
+            tensors |= {f"scale.{name}": t for name, t in self._weights.scales().items()}
         tensors["rng"] = torch.get_rng_state()
         return tensors
 
@@ -152,32 +240,49 @@ class Trainer:
         """The inverse of `state`, for a fresh trainer of the same settings.
 
         Raises:
-            UserError: a tensor is missing, so the checkpoint belongs to another model.
+            UserError: a tensor is missing, so the checkpoint belongs to another model; or as `state`.
         """
+        self._refuse_shards()
         try:
-            buffers = dict(self.module.named_buffers())
-            optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-            owner = {
-                id(p): o.optimizer for o in optimizers for g in o.optimizer.param_groups for p in g["params"]
-            }
-            for name, p in self.module.named_parameters():
-                main = self._main[name]
-                main.copy_(tensors[f"main.{name}"])
-                p.copy_(main)
-                # Every parameter has a step of its own: a shared tensor would be advanced by each of them.
-                owner[id(main)].state[main] = {
-                    "step": torch.tensor(float(step)),
-                    **{k: tensors[f"{k}.{name}"].clone() for k in ("exp_avg", "exp_avg_sq")},
-                }
-            for name, average in self.average.items():
-                average.copy_(tensors[f"average.{name}"])
-            for key in (k for k in tensors if k.startswith("buffer.")):
-                buffers[key.removeprefix("buffer.")].copy_(tensors[key])
-            torch.set_rng_state(tensors["rng"])
+            with self.latent():
+                self._load(tensors, step)
         except KeyError as error:
             raise UserError(f"the checkpoint lacks {error}: it belongs to another model or setting") from None
         self._scheduler.step(increment=step)
         self.step = step
+
+    def _load(self, tensors: dict[str, Tensor], step: int) -> None:
+        buffers = dict(self.module.named_buffers())
+        owner = {
+            id(p): o.optimizer for o in chained(self._optimizer) for g in o.optimizer.param_groups for p in g["params"]
+        }
+        for name, part in self._main.parts.items():
+            main, shape = part.values, part.values.shape
+            main.copy_(tensors[f"main.{name}"].view(shape))
+            part.write(main)
+            if name in self._kept:
+                self._kept[name].copy_(main)
+            # Every parameter has a step of its own: a shared tensor would be advanced by each of them.
+            owner[id(main)].state[main] = {
+                "step": torch.tensor(float(step)),
+                **{k: tensors[f"{k}.{name}"].view(shape).clone() for k in ("exp_avg", "exp_avg_sq")},
+            }
+        for name, average in self.average.items():
+            average.copy_(tensors[f"average.{name}"].view(average.shape))
+        for key in (k for k in tensors if k.startswith("buffer.")):
+            buffers[key.removeprefix("buffer.")].copy_(tensors[key])
+        if self._weights:
+            self._weights.load_scales(
+                {k.removeprefix("scale."): t for k, t in tensors.items() if k.startswith("scale.")}
+            )
+        torch.set_rng_state(tensors["rng"])
+
+    def _refuse_shards(self) -> None:
+        if not self._main.is_whole:
+            raise UserError(
+                "parallel.distributed_optimizer=true: checkpoints of an optimizer spread over data-parallel ranks are "
+                "not supported yet. Use parallel.distributed_optimizer=false"
+            )
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

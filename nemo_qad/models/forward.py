@@ -1,0 +1,95 @@
+"""A model's hidden states over whole sequences, without gradients, in any parallel layout.
+
+Every rank calls with the same tokens and takes part. Of a pipeline the last stage alone has hidden states, the others
+get None. B batch, S whole sequence, L = S / CP local tokens, D hidden, V true vocabulary, v output columns of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from nemo_qad.models.build import bare, forward_hidden
+from nemo_qad.models.context import Documents, join_sequence, split_sequence
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups of a model, and what a rank is to them."""
+
+    groups: Any
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Ranks:
+        return cls(bare(module).pg_collection)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    def from_last_stage(self, value: Any) -> Any:
+        """A picklable value of the last pipeline stage, on all stages; a collective call of the pipeline."""
+        if self.groups.pp.size() == 1:
+            return value
+        box = [value]
+        last = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
+        dist.broadcast_object_list(box, src=last, group=self.groups.pp)
+        return box[0]
+
+
+def local_part(module: torch.nn.Module, values_BS: Tensor) -> Tensor:
+    """This context-parallel rank's part [B, L] of values over the whole sequence."""
+    return split_sequence(values_BS, Ranks.of(module).groups.cp)
+
+
+def documents(module: torch.nn.Module, positions_BS: Tensor | None) -> Documents | None:
+    """What the layers are told of the documents whose whole positions are given."""
+    return None if positions_BS is None else Documents(positions_BL=local_part(module, positions_BS))
+
+
+@torch.no_grad()
+def whole_hidden(module: torch.nn.Module, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor | None:
+    """Normed hidden states [B, S, D] that the output layer reads, whole on each rank of the last stage.
+
+    Args:
+        tokens_BS: int64, on the model's device.
+        positions_BS: int64 positions in packed documents; None: each row is one document.
+    """
+    ranks, model = Ranks.of(module), bare(module)
+    tokens_BL, packed = local_part(module, tokens_BS), documents(module, positions_BS)
+    if ranks.groups.pp.size() == 1:
+        hidden = forward_hidden(model, tokens_BL, packed)
+    else:
+        found = _through_pipeline(model, tokens_BL, packed)
+        if not ranks.is_last_stage:
+            return None
+        hidden = found
+    hidden_LBD = hidden.transpose(0, 1)
+    if model.config.sequence_parallel:
+        hidden_LBD = gather_from_sequence_parallel_region(hidden_LBD.contiguous(), group=ranks.groups.tp)
+    return join_sequence(hidden_LBD.transpose(0, 1).contiguous(), ranks.groups.cp)
+
+
+def _through_pipeline(model: torch.nn.Module, tokens_BL: Tensor, packed: Documents | None) -> Tensor:
+    def step(batches: Iterator[Tensor], stage: torch.nn.Module) -> Any:
+        hidden = forward_hidden(stage, next(batches), packed)
+
+        def collect(output_LBD: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            zero = torch.zeros((), device=output_LBD.device)
+            return zero, torch.ones((), dtype=torch.int32), {"hidden": output_LBD.transpose(0, 1)}
+
+        return hidden.transpose(0, 1).contiguous(), collect
+
+    num_rows, length = tokens_BL.shape
+    found = get_forward_backward_func()(
+        forward_step_func=step, data_iterator=iter([tokens_BL]), model=[model], num_microbatches=1,
+        seq_length=length * Ranks.of(model).groups.cp.size(), micro_batch_size=num_rows, forward_only=True,
+    )  # fmt: skip
+    return found[0]["hidden"] if found else tokens_BL
