@@ -31,7 +31,7 @@ SHORT = {"held_out_kl": "held-out", "kl": "KL"}
 
 def say(text: str) -> None:
     """Prints one line, never wrapped or cut, so that a path or command in it can be copied."""
-    _console().print(Text(text), soft_wrap=True)
+    default_console().print(Text(text), soft_wrap=True)
 
 
 class Loop:
@@ -89,7 +89,7 @@ def progress(
     Time left rests on the mean time of a step since the loop was entered, tokens per second on the steps
     that said how many tokens they took.
     """
-    console = console or _console()
+    console = console or default_console()
     if not console.is_terminal:
         yield Loop(description, total, start, None, console)
         return
@@ -116,12 +116,12 @@ def coverage_table(rows: Sequence[Mapping[str, Any]], *, console: Console | None
             for key in ("part", "kind", "format", "expected", "matched")
         ]
         table.add_row(*cells, style="" if row.get("expected") == row.get("matched") else "bold red")
-    (console or _console()).print(table)
+    (console or default_console()).print(table)
 
 
 def final_table(run_dir: Path, *, console: Console | None = None) -> None:
     """Prints the run's result: scores, recovery, held-out KL, and one last line that says what to do next."""
-    console = console or _console()
+    console = console or default_console()
     results = read_results(run_dir)
     if results.scores("bf16"):
         console.print()
@@ -179,7 +179,7 @@ def _result_table(results: Results) -> Table:
     return table
 
 
-def _console() -> Console:
+def default_console() -> Console:
     """The console of this moment's stdout; 80 columns wide where there is no terminal to ask."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)

@@ -1,8 +1,6 @@
 """The report's pictures: recovery per task, held-out KL over QAD steps, and the comparison of a sweep.
 
-Drawn for a README about 900 pixels wide (twice that is stored, for sharp screens), in the colours of Okabe
-and Ito that colour-blind readers tell apart. The same numbers give the same bytes: no pyplot state, no
-date or version in the file.
+`layer_plots.py` has that of the layers' errors, `figures.py` what all share.
 """
 
 from __future__ import annotations
@@ -14,28 +12,15 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from nemo_qad.evaluation import layer_errors, layer_plots
+from nemo_qad.evaluation.figures import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure, save
 from nemo_qad.evaluation.recovery import Recovery
 from nemo_qad.evaluation.results import HeldOutPoint, read_results
 
-WIDTH_INCHES, DOTS_PER_INCH = 9.0, 200
-ORANGE, BLUE, GREEN, GREY = "#D55E00", "#0072B2", "#009E73", "#666666"
 LABELS = {"ptq": "PTQ", "qad": "QAD"}
 COLOURS = {"ptq": ORANGE, "qad": BLUE}
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "nemo_qad",
-}
 
 
 def write_plots(run_dir: Path) -> list[Path]:
@@ -57,6 +42,10 @@ def write_plots(run_dir: Path) -> list[Path]:
             kept=results.kept,
             kept_step=results.kept_step,
         )
+    errors = layer_errors.read_errors(run_dir / layer_errors.FILE)
+    if errors.linears:
+        written.append(run_dir / layer_errors.PICTURE)
+        layer_plots.draw_layers(written[-1], errors)
     return written
 
 
@@ -77,7 +66,7 @@ def draw_recovery(path: Path, recoveries: Mapping[str, Recovery], *, low: float,
         (task, [100 * recoveries[model].tasks.get(task, float("nan")) for model in models]) for task in tasks
     ]
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(height=1.6 + (0.26 * len(models) + 0.12) * len(rows))
+        figure, axes = new_figure(1.6 + (0.26 * len(models) + 0.12) * len(rows))
         _hanging_bars(axes, rows, models)
         aim = axes.axvspan(
             100 * low, 100 * high, color=GREEN, alpha=0.16, linewidth=0, zorder=0,
@@ -93,7 +82,7 @@ def draw_recovery(path: Path, recoveries: Mapping[str, Recovery], *, low: float,
             handles=[*axes.containers[: len(models)], aim], loc="upper right", ncols=3, frameon=False,
             bbox_to_anchor=(0.995, 0.995), columnspacing=1.2, handlelength=1.6, fontsize=10,
         )  # fmt: skip
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_held_out_kl(
@@ -114,7 +103,7 @@ def draw_held_out_kl(
         raise ValueError("points is empty: there is nothing to draw")
     level = points[0].kl if kl_ptq is None and points[0].step == 0 else kl_ptq
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(height=3.9)
+        figure, axes = new_figure(3.9)
         steps, kls = [point.step for point in points], [point.kl for point in points]
         axes.plot(
             steps, kls, "o-", color=BLUE, markersize=4, linewidth=2, label="weights of the step", zorder=3
@@ -137,7 +126,7 @@ def draw_held_out_kl(
         _set_kl_axis(axes, kls + [kl for _, kl in averages] + ([] if level is None else [level]))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -150,7 +139,7 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         raise ValueError("rows is empty: there is nothing to draw")
     with matplotlib.rc_context(STYLE):
-        figure, (left, right) = _figure(height=1.5 + 0.62 * len(rows), columns=2)
+        figure, (left, right) = new_figure(1.5 + 0.62 * len(rows), columns=2)
         for offset, model in ((-0.2, "ptq"), (0.2, "qad")):
             positions = [index + offset for index in range(len(rows))]
             kls = [_or_nan(row.get(f"kl_{model}")) for row in rows]
@@ -175,7 +164,7 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         right.set_title("Recovery, % of BF16\n(dot: median, tick: lowest task)")
         # Below the axis: inside, it would cover a bar or its figure.
         left.legend(loc="upper left", bbox_to_anchor=(0, -0.09), ncols=2, frameon=False, fontsize=10)
-        _save(figure, path)
+        save(figure, path)
 
 
 def _hanging_bars(axes: Axes, rows: list[tuple[str, list[float]]], models: list[str]) -> None:
@@ -234,17 +223,6 @@ def _set_kl_axis(axes: Axes, values: Sequence[float]) -> None:
         axes.set_ylim(min(positive) / 1.8, max(positive) * 1.6)
     else:
         axes.set_ylim(0, 1.18 * max([*values, 1e-12]))
-
-
-def _figure(height: float, columns: int = 1) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def _or_nan(value: float | None) -> float:

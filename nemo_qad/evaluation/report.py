@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 from nemo_qad.evaluation.formats import DASH, duration, markdown_table, percent, significant, size
+from nemo_qad.evaluation.layer_report import layer_section
 from nemo_qad.evaluation.recovery import NEXT_TOKEN, Recovery, judge_ptq
 from nemo_qad.evaluation.results import MODELS, Results, as_number, read_results
 from nemo_qad.files import replace_text
@@ -48,6 +49,7 @@ def render(results: Results) -> str:
         ("Accuracy", _accuracy(results)),
         ("Size on disk", _sizes(results)),
         ("What was quantized", _coverage(results)),
+        ("Which layer hurts", layer_section(results)),
         ("Time and memory", _costs(results)),
         ("Configuration", _configuration(results)),
         ("Versions", _versions(results)),

@@ -74,7 +74,7 @@ def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
     if not torch.isfinite(weight).all():
         raise UserError(f"{module_name}.weight holds NaN or infinite values and cannot be stored")
     if modelopt.is_nvfp4(quantizer):
-        packed = nvfp4.pack(weight, *_nvfp4_scales(quantizer, weight))
+        packed = nvfp4.pack(weight, *nvfp4_scales(quantizer, weight))
         return {
             "weight": packed.codes,
             "weight_scale": packed.block_scale,
@@ -92,7 +92,7 @@ def effective_weight(linear: nn.Module) -> Tensor:
     """FP32 [O, I]: the fake-quantised weight of a quantised linear, before any cast to the model's dtype."""
     weight, quantizer = _quantised_weight(type(linear).__name__, linear)
     if modelopt.is_nvfp4(quantizer):
-        return nvfp4.fake_quantize(weight, *_nvfp4_scales(quantizer, weight))
+        return nvfp4.fake_quantize(weight, *nvfp4_scales(quantizer, weight))
     return fp8.fake_quantize(weight, quantizer.amax)
 
 
@@ -170,7 +170,7 @@ def _quantised_weight(module_name: str, linear: nn.Module) -> tuple[Tensor, Any]
     return linear.get_parameter("weight").detach(), linear.weight_quantizer
 
 
-def _nvfp4_scales(quantizer: Any, weight: Tensor) -> tuple[Tensor, Tensor, float]:
+def nvfp4_scales(quantizer: Any, weight: Tensor) -> tuple[Tensor, Tensor, float]:
     """Block amax, global amax and largest block scale with which the forward quantises the weight."""
     if quantizer.is_nvfp4_static:
         return quantizer.amax, quantizer.global_amax, modelopt.scale_max(quantizer)
