@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -30,7 +31,7 @@ MODEL = ModelConfig(
     init_std=0.2,
     attention=AttentionConfig(num_heads=4, num_query_groups=2, head_dim=8),
 )
-BATCH, SEQUENCE, NUM_MICRO = 3, 16, 2
+BATCH, SEQUENCE, NUM_MICRO = 3, 16, 4
 ONE = ParallelConfig(name="one")
 TENSOR = ParallelConfig(name="tp2", ranks_per_node=2, tensor=2)
 PIPELINE = ParallelConfig(name="pp2", ranks_per_node=2, pipeline=2)
@@ -134,9 +135,15 @@ def one_rank(rank: int) -> Results:
                 parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
         sparse = [add_sparse(teacher, batch, settings(Loss.top_k)) for batch in micro_batches()]
         results = measure(teacher, student, sparse)
+        loss = distillation_loss(settings(Loss.linear_kl), vocab_size=MODEL.vocab_size, teacher=teacher)
+        results |= {micro_name(number): loss(student, batch)[0].detach() for number, batch in enumerate(sparse)}
         results |= {f"teacher.{name}": p.detach() for name, p in teacher.named_parameters()}
         results |= {f"student.{name}": p.detach() for name, p in student.named_parameters()}
         return results | {f"{number}.{name}": t for number, batch in enumerate(sparse) for name, t in batch.items()}
+
+
+def micro_name(number: int) -> str:
+    return f"one micro-batch|{number}"
 
 
 def with_prefix(results: Results, prefix: str) -> Results:
@@ -182,6 +189,8 @@ def two_stages(rank: int, known: Results) -> Results:
             found[f"pipeline|expected {name}"] = known[f"linear_kl|{global_name(name, stage)}"]
         if losses:
             found |= {"pipeline|loss": torch.stack(losses).sum(), "pipeline|expected loss": known["linear_kl|loss"]}
+            found |= {f"micro|{number}": each for number, each in enumerate(losses)}
+            found |= {f"micro|expected {number}": known[micro_name(number)] for number in range(NUM_MICRO)}
         return found
 
 
@@ -215,10 +224,10 @@ def tensor_parallel(known: Results) -> list[Results]:
     return run_ranks(two_ranks, 2, known, environment=True)
 
 
-def check(results: list[Results], kind: str, tolerance: float) -> None:
+def check(results: list[Results], kind: str, tolerance: float, at_least: int = 6) -> None:
     for found in results:
         names = [name for name in with_prefix(found, f"{kind}|") if not name.startswith("expected ")]
-        assert len(names) > 5
+        assert len(names) >= at_least
         for name in names:
             got, expected = found[f"{kind}|{name}"], found[f"{kind}|expected {name}"]
             assert float((got - expected).norm()) <= tolerance * float(expected.norm()), name
@@ -235,8 +244,20 @@ def test_the_stock_loss_runs_beside_ours(tensor_parallel: list[Results]) -> None
     check(tensor_parallel, Loss.modelopt, 2e-5)
 
 
-def test_hidden_states_of_a_pipelines_last_stage(known: Results) -> None:
-    """D8: two micro-batches over two stages; the teacher's hidden states are kept for each."""
-    results = run_ranks(two_stages, 2, known, environment=True)
-    check(results, "pipeline", 2e-5)
-    assert sum("pipeline|loss" in found for found in results) == 1
+@pytest.fixture(scope="module")
+def pipeline_parallel(known: Results) -> list[Results]:
+    return run_ranks(two_stages, 2, known, environment=True)
+
+
+def test_hidden_states_of_a_pipelines_last_stage(pipeline_parallel: list[Results]) -> None:
+    """D8: four micro-batches over two stages; the teacher's hidden states are kept for each."""
+    check(pipeline_parallel, "pipeline", 2e-5)
+    assert sum("pipeline|loss" in found for found in pipeline_parallel) == 1
+
+
+def test_every_micro_batch_of_a_pipeline_has_its_one_rank_kl(pipeline_parallel: list[Results]) -> None:
+    """D8: each against its own teacher, where a sum could hide two that were exchanged."""
+    last = [found for found in pipeline_parallel if "pipeline|loss" in found]
+    check(last, "micro", 2e-5, at_least=NUM_MICRO)
+    values = sorted(float(last[0][f"micro|{number}"]) for number in range(NUM_MICRO))
+    assert all(high > 1.001 * low > 0 for low, high in itertools.pairwise(values))  # else an exchange would not show

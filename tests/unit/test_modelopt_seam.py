@@ -1,45 +1,27 @@
-"""The seam into ModelOpt: still what it calls in the pinned version, and the same numbers as its own code."""
+"""The seam into ModelOpt: everything that we replace or rely on is still there, and still what ModelOpt calls."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import modelopt.torch.quantization as mtq
 import pytest
 import torch
-from modelopt.torch.quantization.nn import QuantModuleRegistry
-from modelopt.torch.quantization.qtensor import NVFP4QTensor
-from torch import Tensor, nn
+from megatron.core.transformer.moe.experts import SequentialMLP
+from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
+from modelopt.torch.quantization import model_calib, tensor_quant
+from modelopt.torch.quantization.nn import QuantModuleRegistry, StaticBlockScaleQuantizer, TensorQuantizer
+from modelopt.torch.quantization.nn.modules import tensor_quantizer
+from modelopt.torch.quantization.plugins import megatron as megatron_plugin
+from modelopt.torch.utils.distributed import ParallelState
+from quantised_layer import DYNAMIC, FP8, NVFP4_DYNAMIC, NVFP4_STATIC, STATIC, inputs, quantised, raw_weight
+from torch import nn
 
 from nemo_qad.models.attention import CoreAttention
-from nemo_qad.quantization import fp8, modelopt, nvfp4
-
-STATIC = {-1: 16, "type": "static", "scale_bits": (4, 3)}
-DYNAMIC = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
-
-
-def quantised(
-    weight_cfg: dict[str, Any], input_cfg: dict[str, Any] | None = None, algorithm: Any = "max"
-) -> Any:
-    torch.manual_seed(5)
-    layer = nn.Sequential(nn.Linear(64, 48, bias=False))
-    rules: list[dict[str, Any]] = [
-        {"quantizer_name": "*", "enable": False},
-        {"quantizer_name": "0.weight_quantizer", "cfg": weight_cfg},
-    ]
-    if input_cfg:
-        rules.append({"quantizer_name": "0.input_quantizer", "cfg": input_cfg})
-    modelopt.insert_quantizers(layer, rules)
-    modelopt.calibrate(layer, algorithm, lambda: layer(inputs()))
-    return layer
-
-
-def inputs() -> Tensor:
-    return torch.randn(5, 64, generator=torch.Generator().manual_seed(9))
-
-
-def raw_weight(layer: Any) -> Tensor:
-    return layer[0]._parameters["weight"].detach()
+from nemo_qad.quantization import modelopt
 
 
 def test_pinned_version() -> None:
@@ -48,112 +30,169 @@ def test_pinned_version() -> None:
     )
 
 
-@pytest.mark.parametrize("four_over_six", [False, True])
-def test_static_weights_go_through_our_numerics(four_over_six: bool) -> None:
-    layer = quantised({"num_bits": (2, 1), "block_sizes": {**STATIC, "four_over_six": four_over_six}})
-    weight = raw_weight(layer)
-    amax = nvfp4.block_amax(weight)
-    expected = nvfp4.fake_quantize(weight, amax, amax.amax(), 256.0 if four_over_six else 448.0)
-    assert torch.equal(layer[0].weight_quantizer(weight), expected)
-    assert torch.equal(layer(inputs()), inputs() @ expected.T)
-
-
-def test_dynamic_weights_recompute_block_and_global_scales() -> None:
-    layer = quantised({"num_bits": (2, 1), "block_sizes": DYNAMIC, "type": "dynamic"})
-    weight = raw_weight(layer)
-    assert not list(layer[0].weight_quantizer.buffers())
-    for factor in (1.0, 2.0, 40.0):  # with a frozen global amax, a doubled weight would clip
-        got = layer[0].weight_quantizer(weight * factor)
-        assert torch.equal(got, nvfp4.fake_quantize_dynamic(weight * factor))
-
-
-def test_calibrated_global_amax_of_a_dynamic_tensor_is_kept() -> None:
-    """What the NVFP4 KV cache does: global scale from calibration, blocks beyond it saturate."""
-    layer = quantised({"num_bits": (2, 1), "block_sizes": DYNAMIC})
-    weight = raw_weight(layer)
-    outer = weight.abs().max()
-    assert torch.equal(layer[0].weight_quantizer.amax, outer)
-    got = layer[0].weight_quantizer(4 * weight)
-    assert torch.equal(got, nvfp4.fake_quantize(4 * weight, nvfp4.block_amax(4 * weight), outer))
-    assert got.abs().max() == pytest.approx(outer.item(), rel=1e-6)
-
-
-def test_fp8_weights_and_inputs_go_through_our_numerics() -> None:
-    layer = quantised({"num_bits": (4, 3), "axis": None}, {"num_bits": (4, 3), "axis": None})
-    weight, x = raw_weight(layer), inputs()
-    assert torch.equal(layer[0].input_quantizer.amax, x.abs().max())
-    expected = fp8.fake_quantize(x, x.abs().max()) @ fp8.fake_quantize(weight, weight.abs().max()).T
-    assert torch.equal(layer(x), expected)
-
-
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        {"num_bits": (2, 1), "block_sizes": STATIC},
-        {"num_bits": (2, 1), "block_sizes": DYNAMIC, "type": "dynamic"},
-        {"num_bits": (4, 3), "axis": None},
-    ],
-)
-def test_gradient_is_straight_through(cfg: dict[str, Any]) -> None:
-    layer = quantised(cfg)
-    layer(inputs()).sum().backward()
-    expected = inputs().sum(0).expand(48, 64)
-    assert torch.allclose(layer[0]._parameters["weight"].grad, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_bf16_weights_give_the_fp32_values_rounded_once() -> None:
-    layer = quantised({"num_bits": (2, 1), "block_sizes": STATIC})
-    weight = raw_weight(layer).bfloat16()
-    quantizer = layer[0].weight_quantizer
-    expected = nvfp4.fake_quantize(weight, quantizer.amax, quantizer.global_amax)
-    assert torch.equal(quantizer(weight), expected.bfloat16())
-
-
-def test_four_over_six_equals_modelopts_own_search() -> None:
-    cfg = {"num_bits": (2, 1), "block_sizes": {**STATIC, "four_over_six": True}}
-    search = {"method": "mse", "start_multiplier": 1.0, "stop_multiplier": 1.5, "step_size": 0.5}
-    layer = quantised(cfg, algorithm=search)
-    weight, quantizer = raw_weight(layer), layer[0].weight_quantizer
-    ours = nvfp4.four_over_six_amax(weight, quantizer.global_amax)
-    assert torch.equal(ours.view(-1), quantizer.amax.view(-1))
-    assert (ours > nvfp4.block_amax(weight)).any()
-
-
-def test_sweep_finds_the_best_e4m3_scale_of_each_block() -> None:
-    layer = quantised(
-        {"num_bits": (2, 1), "block_sizes": STATIC}, algorithm={"method": "mse", "fp8_scale_sweep": True}
-    )
-    weight, quantizer = raw_weight(layer), layer[0].weight_quantizer
-    outer = quantizer.global_amax
-
-    def errors(amax: Tensor) -> Tensor:
-        values = nvfp4.fake_quantize(weight, amax, outer).double()
-        return (values - weight.double()).square().view(-1, 16).sum(-1)
-
-    codes = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    truth = torch.stack([errors((c / 448 * outer.double()).float().expand(48 * 4)) for c in codes]).amin(0)
-    assert torch.allclose(errors(quantizer.amax), truth, rtol=1e-5)
-    assert (truth < errors(nvfp4.block_amax(weight))).float().mean() > 0.5
-
-
-def test_modelopt_dequantises_our_bytes_to_the_same_values() -> None:
-    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
-    amax = nvfp4.block_amax(weight)
-    packed = nvfp4.pack(weight, amax, amax.amax())
-    theirs = NVFP4QTensor(weight.shape, torch.float32, packed.codes).dequantize(
-        scale=packed.block_scale, double_scale=packed.global_scale, block_sizes={-1: 16}
-    )
-    assert torch.equal(theirs, nvfp4.decode(packed))
-
-
 def test_our_attention_is_known_to_modelopt() -> None:
     modelopt.install()
     modelopt.install()
     assert CoreAttention in QuantModuleRegistry
 
 
-def test_other_formats_keep_modelopts_code() -> None:
-    layer = quantised({"num_bits": (4, 3), "axis": 0})
-    weight = raw_weight(layer)
-    per_row = torch.stack([fp8.fake_quantize(row, row.abs().max()) for row in weight])
-    assert torch.allclose(layer[0].weight_quantizer(weight), per_row, rtol=1e-6)
+# What modelopt.py replaces: is it there, is it what ModelOpt calls, and with these arguments?
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "cfg"),
+    [
+        (tensor_quantizer, "static_blockwise_fp4_fake_quant", NVFP4_STATIC),
+        (tensor_quantizer, "scaled_e4m3", FP8),
+        (tensor_quant, "dynamic_block_quantize_op", NVFP4_DYNAMIC),
+        (TensorQuantizer, "_get_amax", NVFP4_DYNAMIC),
+    ],
+)
+def test_what_is_replaced_is_what_a_forward_calls(
+    where: Any, name: str, cfg: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, calls = quantised(cfg), []
+    original = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args, **more: (calls.append(args), original(*args, **more))[1])
+    layer(inputs())
+    assert len(calls) == 1
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def test_what_is_replaced_takes_the_arguments_of_its_stand_in() -> None:
+    """By position; only the name of the largest block scale differs, which ModelOpt gives by position."""
+    theirs, ours = tensor_quant.StaticBlockwiseFP4FakeQuantFunction.forward, modelopt._StaticNvfp4.forward
+    renamed = [("scale_max" if n == "fp8_max_for_normalization" else n, default) for n, default in parameters(theirs)]
+    assert renamed == parameters(ours)
+    theirs, ours = tensor_quant.ScaledE4M3Function.forward, modelopt._scaled_e4m3(lambda: None)
+    assert [n for n, _ in parameters(theirs)] == ["ctx", *(n for n, _ in parameters(ours))]
+    assert [n for n, _ in parameters(tensor_quant._dynamic_block_quantize_impl)] == [
+        "inputs", "block_size", "amax", "num_bits", "exponent_bits", "scale_num_bits", "scale_exponent_bits"
+    ]  # fmt: skip
+    assert [n for n, _ in parameters(TensorQuantizer._apply)] == ["self", "fn", "recurse"]
+    assert [n for n, _ in parameters(nn.Module._apply)] == ["self", "fn", "recurse"]
+
+
+@pytest.mark.parametrize("cfg", [NVFP4_STATIC, FP8])
+def test_clipping_gradients_go_through_modelopts_two_functions(
+    cfg: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pass_through_bwd=False; our forward hands them the input and the amax."""
+    names = [n for n, _ in parameters(tensor_quant._save_for_backward_if_needed)]
+    assert names == ["ctx", "pass_through_bwd", "inputs", "amax"]
+    assert [n for n, _ in parameters(tensor_quant._fake_quant_backward_function)] == ["ctx", "grad_outputs", "num_args"]
+    layer, calls = quantised({**cfg, "pass_through_bwd": False}), []
+    for name in ("_save_for_backward_if_needed", "_fake_quant_backward_function"):
+        original = getattr(tensor_quant, name)
+        monkeypatch.setattr(
+            tensor_quant, name, lambda *a, name=name, f=original, **k: (calls.append(name), f(*a, **k))[1]
+        )
+    weight = raw_weight(layer).clone()
+    weight[0, :16] *= 100  # beyond its amax
+    weight.requires_grad_()
+    layer[0].weight_quantizer(weight).sum().backward()
+    assert calls == ["_save_for_backward_if_needed", "_fake_quant_backward_function"]
+    amax = layer[0].weight_quantizer.amax
+    inside = weight.detach().abs().view(-1, 16) <= amax.view(-1, 1)
+    assert torch.equal(weight.grad.view(-1, 16), inside.float()) and not inside.all()
+
+
+def test_max_calibration_asks_for_tensor_parallelism_where_we_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported when it is called, so the replacement in the plugin is what runs; and it can be told not to sync."""
+    layer, calls = quantised(NVFP4_STATIC), []
+    monkeypatch.setattr(megatron_plugin, "_check_nvfp4_static_tp_supported", calls.append)
+    synced: list[bool] = []
+    original = model_calib.max_calibrate
+    taken = inspect.signature(original).parameters
+    assert taken["distributed_sync"].default is True and "forward_loop" in taken
+    monkeypatch.setattr(model_calib, "_has_expert_parallelism", lambda module: bool(synced.append(True)))
+    modelopt.calibrate(layer, modelopt.MAX, lambda: layer(inputs()))
+    assert len(calls) == 1 and not synced
+    modelopt.calibrate(layer, "max", lambda: layer(inputs()))
+    assert len(calls) == 2 and synced  # and with it on, ModelOpt does look
+
+
+@pytest.mark.parametrize("cfg", [NVFP4_STATIC, {"num_bits": (2, 1), "block_sizes": DYNAMIC}, FP8])
+def test_amax_stays_fp32_through_bfloat16(cfg: dict[str, Any]) -> None:
+    layer = quantised(cfg)
+    before = {name: value.clone() for name, value in layer[0].weight_quantizer.named_buffers()}
+    assert before.keys() == ({"_amax", "_global_amax"} if cfg is NVFP4_STATIC else {"_amax"})
+    layer.bfloat16()
+    assert raw_weight(layer).dtype == torch.bfloat16
+    after = dict(layer[0].weight_quantizer.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype == torch.float32 for n, v in before.items())
+
+
+def test_quantizers_of_a_linear_and_their_kinds() -> None:
+    """The properties by which the rest of the package knows what a quantizer is."""
+    kinds = {}
+    for name, cfg in (("static", NVFP4_STATIC), ("dynamic", NVFP4_DYNAMIC), ("fp8", FP8)):
+        layer = quantised(cfg, FP8)
+        linear, quantizer = layer[0], layer[0].weight_quantizer
+        found = [part for part, _ in linear.named_children()]
+        assert {"weight_quantizer", "input_quantizer", "output_quantizer"} <= set(found)
+        assert [each for each, _ in modelopt.enabled_quantizers(layer)] == ["0.input_quantizer", "0.weight_quantizer"]
+        assert not linear.output_quantizer.is_enabled
+        kinds[name] = (quantizer.is_nvfp4_static, quantizer.is_nvfp4_dynamic, quantizer.is_fp8)
+        assert isinstance(quantizer, StaticBlockScaleQuantizer) == (name == "static")
+        assert quantizer.num_bits == cfg["num_bits"]
+        blocks = quantizer.block_sizes
+        assert (blocks is None) if name == "fp8" else (blocks[-1] == 16 and blocks.get("four_over_six", False) is False)
+    assert kinds == {"static": (True, False, False), "dynamic": (False, True, False), "fp8": (False, False, True)}
+    with_flag = quantised({"num_bits": (2, 1), "block_sizes": {**STATIC, "four_over_six": True}})
+    assert modelopt.scale_max(with_flag[0].weight_quantizer) == 256
+
+
+def test_fake_quantisation_switches_off_without_disabling() -> None:
+    """What in-place quantisation relies on: weights pass as they are, and the quantizer still counts as enabled."""
+    layer = quantised(NVFP4_STATIC)
+    quantizer, weight = layer[0].weight_quantizer, raw_weight(layer)
+    quantised_weight = quantizer(weight)
+    state = dict(quantizer.named_buffers())
+    quantizer.disable_quant()
+    assert torch.equal(quantizer(weight), weight) and quantizer.is_enabled
+    assert torch.equal(layer(inputs()), inputs() @ weight.T)
+    quantizer.enable_quant()
+    assert torch.equal(quantizer(weight), quantised_weight) and quantizer.is_enabled
+    assert all(torch.equal(state[name], value) for name, value in quantizer.named_buffers())
+    assert not torch.equal(quantised_weight, weight)
+
+
+def test_static_scales_can_be_set_and_replaced() -> None:
+    """from_tensor_quantizer changes the class in place; an amax may be deleted and take another shape."""
+    layer = quantised(FP8)
+    quantizer = layer[0].weight_quantizer
+    modelopt.set_amax(quantizer, torch.ones(3))
+    assert quantizer._amax.tolist() == [1, 1, 1] and "_amax" in dict(quantizer.named_buffers())
+    plain = TensorQuantizer(mtq.config.QuantizerAttributeConfig(**NVFP4_STATIC))
+    assert not isinstance(plain, StaticBlockScaleQuantizer) and plain.is_nvfp4_static
+    modelopt.set_static_scales(plain, torch.ones(192, 1, dtype=torch.bfloat16), torch.tensor(4.0))
+    assert type(plain) is StaticBlockScaleQuantizer and plain.is_enabled and plain.is_nvfp4_static
+    assert plain.amax.dtype == torch.float32 and plain.global_amax == 4
+    again = plain(raw_weight(layer))
+    modelopt.set_static_scales(plain, 2 * torch.ones(192, 1), torch.tensor(8.0))
+    assert plain.amax.eq(2).all() and plain.global_amax == 8 and not torch.equal(plain(raw_weight(layer)), again)
+
+
+def test_experts_are_registered_under_our_class() -> None:
+    """ModelOpt's own class would share input amax; ours makes the parallel state that its linears look for."""
+    modelopt.install()
+    assert SequentialMLP in QuantModuleRegistry and issubclass(QuantModuleRegistry[SequentialMLP], SequentialMLP)
+    assert issubclass(QuantModuleRegistry[SequentialMLP], modelopt._QuantSequentialMLP)
+    theirs = megatron_plugin._MegatronSequentialMLP
+    assert not issubclass(QuantModuleRegistry[SequentialMLP], theirs)
+    made = inspect.getsource(theirs._setup)
+    for name in ("linear_fc1._parallel_state", "linear_fc2._parallel_state", "self.parallel_state = ParallelState("):
+        assert name in made
+    names = [n for n, _ in parameters(ParallelState.__init__)]
+    assert names[1:4] == ["data_parallel_group", "tensor_parallel_group", "expert_model_parallel_group"]
+
+
+def test_stock_loss_has_the_form_that_we_call() -> None:
+    """distillation/modelopt.py: LogitsKLLoss(config, temperature)(student, teacher) -> (loss, partial, _)."""
+    assert {"temperature", "model_config"} <= {n for n, _ in parameters(LogitsKLLoss.__init__)}
+    assert [n for n, _ in parameters(LogitsKLLoss.forward)][1:3] == ["predictions", "targets"]
