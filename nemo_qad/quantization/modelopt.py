@@ -10,7 +10,7 @@ Every other format keeps ModelOpt's own code.
 More is changed where ModelOpt would go wrong or refuse: scalar amax stay FP32 under `.bfloat16()`; static block scales
 are allowed under tensor parallelism (`scales.py` reduces the global amax, which is what was missing); dynamic ones take
 the global amax of all tensor-parallel ranks; the experts of a layer keep their own input amax instead of sharing that
-of the experts that happen to be on one rank.
+of the experts that happen to be on one rank; and a forward that raises leaves Megatron's functions as they were.
 
 The gradient is straight-through, ModelOpt's default; with `pass_through_bwd=False` it is zero where the
 input lies beyond its amax.
@@ -36,6 +36,7 @@ from modelopt.torch.quantization.nn import (
     TensorQuantizer,
 )
 from modelopt.torch.quantization.nn.modules import tensor_quantizer
+from modelopt.torch.quantization.plugins import custom as custom_plugin
 from modelopt.torch.quantization.plugins import megatron as megatron_plugin
 from modelopt.torch.utils.distributed import ParallelState
 from torch import Tensor, nn
@@ -177,6 +178,23 @@ def _returns_early(original: Callable[[TensorQuantizer, Tensor], Tensor]) -> Cal
     return forward
 
 
+@contextlib.contextmanager
+def _replaced(package: Any, name: str, function: Any, kept_as: str | None = None) -> Iterator[None]:
+    """Stands for `replace_function`, by which a parallel linear puts its quantised product in place of Megatron's.
+
+    ModelOpt's does not put the product back when the forward raises. Every other linear of the process would then pass
+    through the failed one's quantizers: the next job of a sweep, for one.
+    """
+    original, kept_as = getattr(package, name), kept_as or f"_{name}"
+    setattr(package, name, function)
+    setattr(package, kept_as, original)
+    try:
+        yield
+    finally:
+        setattr(package, name, original)
+        delattr(package, kept_as)
+
+
 def _keeps_fp32(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Stands for `TensorQuantizer._apply`: moves amax to another device, never to another dtype."""
 
@@ -225,6 +243,9 @@ def install() -> None:
     tensor_quantizer.static_blockwise_fp4_fake_quant = _StaticNvfp4.apply
     tensor_quantizer.scaled_e4m3 = _scaled_e4m3(tensor_quantizer.scaled_e4m3)
     tensor_quant.dynamic_block_quantize_op = _dynamic_op(tensor_quant.dynamic_block_quantize_op)
+    for plugin in (custom_plugin, sys.modules.get("modelopt.torch.quantization.plugins.transformer_engine")):
+        if plugin is not None:
+            plugin.replace_function = _replaced
     TensorQuantizer.forward = _returns_early(TensorQuantizer.forward)
     TensorQuantizer._apply = _keeps_fp32(TensorQuantizer._apply)
     TensorQuantizer._get_amax = _amax_of_all_ranks(TensorQuantizer._get_amax)
@@ -306,8 +327,8 @@ def scale_max(quantizer: TensorQuantizer) -> float:
 
 
 def set_static_scales(quantizer: TensorQuantizer, amax: Tensor, global_amax: Tensor) -> None:
-    """Gives a static NVFP4 quantizer the block amax [N, 1] and global amax it is to keep, both FP32."""
-    set_amax(quantizer, amax.float())
+    """Gives a static NVFP4 quantizer the block amax (N elements, any shape) and global amax it is to keep, as FP32."""
+    set_amax(quantizer, amax.float().reshape(-1, 1))
     StaticBlockScaleQuantizer.from_tensor_quantizer(quantizer, global_amax=global_amax)
 
 

@@ -206,3 +206,20 @@ def test_activations_that_overflow_are_reported() -> None:
     module.decoder.layers[0].mixer.conv1d_weight.data.fill_(1e38)
     with pytest.raises(UserError, match="calibration: an activation is NaN or infinite"):
         quantize(module, load_recipe("lightning_release"), MODEL, batches(MODEL))
+
+
+def test_a_forward_that_raises_leaves_other_models_alone() -> None:
+    """ModelOpt puts a linear's quantised product in the place of Megatron's for the time of its forward."""
+    plain, batch = build(MODEL), batches(MODEL)[0]["tokens"]
+    with torch.no_grad():
+        before = forward_logits(plain, batch)
+        failing, _ = calibrated("four_over_six")
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("stop")
+
+        quantizer: Any = failing.get_submodule(f"{LINEAR}.weight_quantizer")
+        quantizer.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="stop"):
+            forward_logits(failing, batch)
+        assert torch.equal(forward_logits(plain, batch), before)

@@ -37,7 +37,15 @@ def test_starting_anew_drops_the_old_record_of_that_stage_only(tmp_path):
     assert entries == [{"stage": "teacher", "step": 3}, {"stage": "qad", "step": 0, "kl": 1.0}]
 
 
-def test_first_signal_waits_and_second_stops_at_once():
+@pytest.fixture
+def interruptible():
+    """SIGINT as Python has it, also where these tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_first_signal_waits_and_second_stops_at_once(interruptible: None):
     with deferred_stop() as stop:
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGINT)
