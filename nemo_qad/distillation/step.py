@@ -5,7 +5,8 @@ B micro-batch, S sequence, T = B x S tokens, D hidden, v output columns of this 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,54 +17,108 @@ from nemo_qad.distillation.linear_kl import linear_kl
 from nemo_qad.distillation.sparse_kl import SparseLogits, sparse_kl
 from nemo_qad.errors import UserError
 from nemo_qad.models.build import bare, forward_hidden, forward_logit_shards, output_weight
+from nemo_qad.models.context import Documents, local_starts
 from nemo_qad.quantization.student import linear_operands
 from nemo_qad.schema import Loss as LossName
 from nemo_qad.schema import QadConfig
-from nemo_qad.training.trainer import Batch, Loss
+from nemo_qad.training.trainer import Batch
 
 
-def distillation_loss(qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Module | None) -> Loss:
+class DistillationLoss:
     """The loss `qad.loss` over the tokens whose loss_mask is above 0, as a (sum, count) in nats.
 
     The teacher runs without gradients and in eval mode: no dropout, no router state that moves. The sparse losses
     take None: their batches carry teacher_indices [B, S, K], teacher_log_prob [B, S, K] and, for top_k,
-    teacher_log_tail [B, S].
+    teacher_log_tail [B, S]. A batch may carry positions [B, S] of packed documents.
 
-    The loss raises UserError when hidden states, weights or the teacher's values hold NaN or Inf, and names the
-    place.
+    Over pipeline stages the activations of teacher and student travel side by side in the batch, teacher first; only
+    the last stage projects and compares.
     """
-    if teacher is not None:
-        teacher.eval()
-    kinds: dict[LossName, Callable[..., tuple[Tensor, Tensor]]] = {
-        LossName.linear_kl: _fused,
-        LossName.kl: _on_logits,
-        LossName.modelopt: _by_modelopt,
-        LossName.top_k: _sparse,
-        LossName.sampled: _sparse,
-    }
 
-    def loss(student: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __init__(self, qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Module | None) -> None:
+        self.qad, self.vocab_size, self.teacher = qad, vocab_size, teacher
+        if teacher is not None:
+            teacher.eval()
+
+    @property
+    def num_models(self) -> int:
+        """Whose activations go from stage to stage."""
+        return 1 if self.teacher is None else 2
+
+    def __call__(self, student: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """On the last stage of a pipeline.
+
+        Raises:
+            UserError: hidden states, weights or the teacher's values hold NaN or Inf; it names the place.
+        """
+        by_name = _KINDS[self.qad.loss]
         try:
-            return kinds[qad.loss](student, batch, qad=qad, vocab_size=vocab_size, teacher=teacher)
+            return by_name(student, batch, qad=self.qad, vocab_size=self.vocab_size, teacher=self.teacher)
         except NonFiniteError as error:
-            shape = batch["tokens"].shape
-            numbers_BS = torch.arange(shape.numel()).view(shape)
-            order_T = numbers_BS.T.flatten() if qad.loss is LossName.kl else _token_order(numbers_BS, student)
-            row, position = divmod(int(order_T[error.token]), shape[1])
+            row, position = self._place(student, batch, error.token)
             raise UserError(
                 f"qad: the loss of token {position} of sample {row} of the micro-batch is not finite: {error.source}. "
                 "Nothing was updated; look at the weights that are named and at the data of this step"
             ) from None
 
-    return loss
+    def _place(self, student: torch.nn.Module, batch: Batch, token: int) -> tuple[int, int]:
+        """Row and position in the whole sequence of the token that the loss calls number `token`."""
+        shape = batch["tokens"].shape
+        numbers_BS = torch.arange(shape.numel()).view(shape)
+        order_T = numbers_BS.T.flatten() if self.qad.loss is LossName.kl else _token_order(numbers_BS, student)
+        row, position = divmod(int(order_T[token]), shape[1])
+        starts = local_starts(shape[1], bare(student).pg_collection.cp)
+        chunk, offset = divmod(position, shape[1] // len(starts))
+        return row, starts[chunk] + offset
+
+    def stage(self, student: torch.nn.Module, batch: Batch) -> Tensor:
+        """What an earlier stage hands on: [L / ranks of sequence parallelism, models x B, D]."""
+        tokens, packed = batch["tokens"], _documents(batch)
+        hidden = [forward_hidden(student, tokens, packed).transpose(0, 1)]
+        if self.teacher is not None:
+            with torch.no_grad():
+                hidden.insert(0, forward_hidden(self.teacher, tokens, packed).transpose(0, 1))
+        return torch.cat(hidden, 1)
+
+    @contextmanager
+    def paired(self, student: torch.nn.Module) -> Iterator[None]:
+        """Inside, what a stage receives is shared out: the first half of the batch to the teacher."""
+        model: Any = bare(student)
+        if self.teacher is None or model.pg_collection.pp.size() == 1:
+            yield
+            return
+        teacher: Any = bare(self.teacher)
+
+        def set_input_tensor(received: Any) -> None:
+            both = received[0] if isinstance(received, list) else received
+            halves = (None, None) if both is None else both.chunk(2, 1)
+            teacher.set_input_tensor(None if halves[0] is None else halves[0].detach().contiguous())
+            type(model).set_input_tensor(model, None if halves[1] is None else halves[1].contiguous())
+
+        model.set_input_tensor = set_input_tensor
+        try:
+            yield
+        finally:
+            del model.set_input_tensor
 
 
-def output_operands(module: torch.nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+def distillation_loss(qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Module | None) -> DistillationLoss:
+    """The loss of a run's configuration."""
+    return DistillationLoss(qad, vocab_size=vocab_size, teacher=teacher)
+
+
+def _documents(batch: Batch) -> Documents | None:
+    return Documents(positions_BL=batch["positions"]) if "positions" in batch else None
+
+
+def output_operands(
+    module: torch.nn.Module, tokens_BS: Tensor, packed: Documents | None = None
+) -> tuple[Tensor, Tensor]:
     """What the output layer of a model multiplies: hidden states [T, D] and weight [v, D], fake-quantised if they are.
 
     Under sequence parallelism T / ranks hidden states, in the order of `_token_order`.
     """
-    hidden_TD = forward_hidden(module, tokens_BS).flatten(0, 1)
+    hidden_TD = forward_hidden(module, tokens_BS, packed).flatten(0, 1)
     return linear_operands(bare(module).output_layer, hidden_TD, output_weight(module))
 
 
@@ -89,10 +144,10 @@ def _fused(
     student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: torch.nn.Module
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        of_teacher = output_operands(teacher, batch["tokens"])
+        of_teacher = output_operands(teacher, batch["tokens"], _documents(batch))
     return linear_kl(
         *of_teacher,
-        *output_operands(student, batch["tokens"]),
+        *output_operands(student, batch["tokens"], _documents(batch)),
         _token_order(batch["loss_mask"], student),
         reverse=qad.reverse,
         **_fused_settings(student, qad, vocab_size),
@@ -108,7 +163,7 @@ def _sparse(
     tail_T = in_order("teacher_log_tail") if qad.loss is LossName.top_k else None
     return sparse_kl(
         SparseLogits(in_order("teacher_indices"), in_order("teacher_log_prob"), tail_T),
-        *output_operands(student, batch["tokens"]),
+        *output_operands(student, batch["tokens"], _documents(batch)),
         in_order("loss_mask"),
         **_fused_settings(student, qad, vocab_size),
     )
@@ -118,10 +173,10 @@ def _on_logits(
     student: torch.nn.Module, batch: Batch, *, qad: QadConfig, vocab_size: int, teacher: torch.nn.Module
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        teacher_SBv = forward_logit_shards(teacher, batch["tokens"])
+        teacher_SBv = forward_logit_shards(teacher, batch["tokens"], _documents(batch))
     return kl_divergence(
         teacher_SBv.flatten(0, 1),
-        forward_logit_shards(student, batch["tokens"]).flatten(0, 1),
+        forward_logit_shards(student, batch["tokens"], _documents(batch)).flatten(0, 1),
         batch["loss_mask"].T.flatten(),
         vocab_size=vocab_size,
         temperature=qad.temperature,
@@ -136,11 +191,20 @@ def _by_modelopt(
     from nemo_qad.distillation.modelopt import modelopt_kl
 
     with torch.no_grad():
-        teacher_SBv = forward_logit_shards(teacher, batch["tokens"])
+        teacher_SBv = forward_logit_shards(teacher, batch["tokens"], _documents(batch))
     return modelopt_kl(
         teacher_SBv,
-        forward_logit_shards(student, batch["tokens"]),
+        forward_logit_shards(student, batch["tokens"], _documents(batch)),
         batch["loss_mask"],
         config=bare(student).config,
         temperature=qad.temperature,
     )
+
+
+_KINDS: dict[LossName, Callable[..., tuple[Tensor, Tensor]]] = {
+    LossName.linear_kl: _fused,
+    LossName.kl: _on_logits,
+    LossName.modelopt: _by_modelopt,
+    LossName.top_k: _sparse,
+    LossName.sampled: _sparse,
+}

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_qad.errors import UserError
-from nemo_qad.huggingface.names import Content, Mapping, mappings, module_tensors, shapes, to_mcore
+from nemo_qad.huggingface.names import Content, Kind, Mapping, held_tensors, mappings, shapes, to_mcore
 from nemo_qad.huggingface.save import architecture_fields
+from nemo_qad.models.whole import fitted
 from nemo_qad.schema import ModelConfig
 
 _SHOWN = 8  # names listed in a message
@@ -90,23 +91,26 @@ def weights_digest(folder: Path) -> str:
 
 @torch.no_grad()
 def load_weights(module: torch.nn.Module, folder: Path, model: ModelConfig) -> None:
-    """Fill `module` with the checkpoint in `folder`; tensors are converted to the module's dtypes.
+    """Fill `module`, the bare model or a rank's part of it, with the checkpoint in `folder`, in the module's dtypes.
 
-    The multi-token-prediction blocks (`mtp.*`) are skipped. Memory beyond the module: one tensor.
+    The multi-token-prediction blocks (`mtp.*`) are skipped. Memory beyond the module: one tensor. Each rank reads and
+    checks the tensors of which it holds a part.
 
     Raises:
         UserError: names every missing, extra, misshapen, constant, all-zero or non-finite tensor it finds,
             the file that is damaged, or the field of config.json that contradicts the model.
     """
-    _check_parallel_sizes(module)
     check_config(folder, model)
     with ExitStack() as files:
         source = SafetensorsFolder(folder, files)
         _check_names_and_shapes(source, model)
-        for mapping, target in module_tensors(module, mappings(model)):
+        for mapping, target, cut in held_tensors(module, mappings(model)):
             parts = {name: source.read(name) for name in mapping.hf}
             _check_values(folder, mapping, parts)
-            target.copy_(to_mcore(mapping, parts, model))
+            whole = to_mcore(mapping, parts, model)
+            if cut and mapping.kind == Kind.vocabulary:
+                whole = fitted(whole, len(target) * cut.group.size())
+            target.copy_(cut.own(whole) if cut else whole)
 
 
 def check_config(folder: Path, model: ModelConfig) -> None:
@@ -127,16 +131,6 @@ def check_config(folder: Path, model: ModelConfig) -> None:
             raise UserError(
                 f"{path}: {field}={found[field]!r}, but model {model.name} has {expected!r}. "
                 "Choose the model that this checkpoint belongs to."
-            )
-
-
-def _check_parallel_sizes(module: torch.nn.Module) -> None:
-    config: Any = module.config
-    for field in ("tensor", "pipeline", "expert"):
-        size = getattr(config, f"{field}_model_parallel_size")
-        if size > 1:
-            raise UserError(
-                f"parallel.{field}={size} is not supported yet when reading a Hugging Face checkpoint: use 1"
             )
 
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from nemo_qad.models.placement import Pieces, Placement, is_expert, pieces
 from nemo_qad.models.vocabulary import padded_vocab_size
 from nemo_qad.schema import ModelConfig
 
@@ -223,6 +224,28 @@ def module_tensors(module: torch.nn.Module, table: list[Mapping]) -> Iterator[tu
     for mapping in table:
         name = mapping.mcore if mapping.mcore in own else _fused_name(mapping.mcore)
         yield mapping, own[name]
+
+
+def held_tensors(
+    module: torch.nn.Module, table: list[Mapping]
+) -> Iterator[tuple[Mapping, Tensor, Pieces | None]]:
+    """The mappings of which this rank holds a part: with the local tensor, and how it is cut over tensor ranks.
+
+    Raises:
+        KeyError: the module is whole, and a mapping's tensor is not in it.
+    """
+    placement, groups = Placement(module), module.pg_collection
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    own = {placement.global_name(name): (name, tensor) for name, tensor in tensors.items()}
+    is_whole = groups.pp.size() == 1 and groups.ep.size() == 1  # type: ignore[union-attr, operator]
+    for mapping in table:
+        name = mapping.mcore if mapping.mcore in own else _fused_name(mapping.mcore)
+        if name in own:
+            local, tensor = own[name]
+            group = groups.expt_tp if is_expert(local) else groups.tp  # type: ignore[union-attr]
+            yield mapping, tensor, pieces(tensor, group)  # type: ignore[arg-type]
+        elif is_whole:
+            raise KeyError(name)
 
 
 def _fused_name(mcore: str) -> str:

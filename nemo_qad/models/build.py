@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from nemo_qad import runtime
-from nemo_qad.errors import ConfigError, UserError
+from nemo_qad.errors import ConfigError
 from nemo_qad.models import transformer_engine
 from nemo_qad.models.context import Documents
 from nemo_qad.models.vocabulary import padded_vocab_size
@@ -36,10 +36,8 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, *, sequence_length
     `model.precision`; A_log, D and expert_bias stay FP32.
 
     Raises:
-        UserError: a parallel layout that the model cannot have.
+        ConfigError: a parallel layout that the model cannot have.
     """
-    if parallel.context > 1:
-        raise UserError(f"parallel.context={parallel.context} is not supported yet. Use parallel.context=1.")
     config = transformer_config(model, parallel)
     module = HybridModel(
         config,
@@ -168,10 +166,10 @@ def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
     return logits
 
 
-def forward_logit_shards(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+def forward_logit_shards(module: torch.nn.Module, tokens_BS: Tensor, packed: Documents | None = None) -> Tensor:
     """tokens int64 [B, S] -> this rank's columns of the logits, [S, B, padded vocabulary / ranks]."""
     model = bare(module)
-    hidden_SBD = forward_hidden(model, tokens_BS).transpose(0, 1)
+    hidden_SBD = forward_hidden(model, tokens_BS, packed).transpose(0, 1)
     logits, _ = model.output_layer(hidden_SBD.contiguous(), weight=_shared_weight(model), runtime_gather_output=False)
     return logits
 

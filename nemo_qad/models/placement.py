@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 EXPERT = ".mlp.experts.local_experts."
+_GROUPED = ".mlp.experts.linear_fc"  # Transformer Engine's experts: linear_fc1.weight3 is the rank's fourth
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.|$)")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.|$)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.|$)|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
 
 class Placement:
@@ -49,7 +50,7 @@ def _first_of(layer: Any) -> int:
 
 def is_expert(name: str) -> bool:
     """Whether a module, by local or global name, is part of a routed expert."""
-    return EXPERT in name
+    return EXPERT in name or _GROUPED in name
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from nemo_qad.choices import QuantizeWeights, WeightScales
+from nemo_qad.models.whole import Cut
 from nemo_qad.quantization import fp8, modelopt, nvfp4
 from nemo_qad.quantization.nvfp4_fast import chunk_blocks
 from nemo_qad.quantization.scales import choose_weight_scales, largest_magnitude
+from nemo_qad.quantization.sharded_scales import scale_cut
 from nemo_qad.quantization.student import is_quantised
 from nemo_qad.schema import QadConfig, RecipeConfig
 
-AMAX, GLOBAL_AMAX = "_amax", "_global_amax"
+AMAX, GLOBAL_AMAX = "weight_quantizer._amax", "weight_quantizer._global_amax"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class QuantizedWeights:
         refresh_every: int = 0,
     ) -> None:
         self.in_place, self.clips = in_place, clips
+        self._module = module
         self._refresh, self._refresh_every = refresh, refresh_every
         self._linears = {
             f"{name}.weight": _Linear(name, child) for name, child in module.named_modules() if is_quantised(child)
@@ -119,12 +122,19 @@ class QuantizedWeights:
             self._refresh()
 
     def scales(self) -> dict[str, Tensor]:
-        """Frozen NVFP4 scales where they are refreshed, and thus part of a run's state; otherwise nothing."""
-        return {
-            f"{linear.name}.{buffer}": getattr(linear.quantizer, buffer)
-            for linear in self._refreshed()
-            for buffer in (AMAX, GLOBAL_AMAX)
-        }
+        """Frozen NVFP4 scales where they are refreshed, and thus part of a run's state; otherwise nothing.
+
+        Block amax [O, I/16] and global amax [], by buffer name.
+        """
+        found = {}
+        for linear in self._refreshed():
+            found[f"{linear.name}.{AMAX}"] = linear.quantizer._amax.view(linear.parameter.shape[0], -1)
+            found[f"{linear.name}.{GLOBAL_AMAX}"] = linear.quantizer._global_amax.view(())
+        return found
+
+    def scale_cut(self) -> Cut:
+        """How `scales` are cut over tensor-parallel ranks."""
+        return scale_cut(self._module)
 
     def load_scales(self, scales: dict[str, Tensor]) -> None:
         """The inverse of `scales`. Raises KeyError where one is missing."""

@@ -243,7 +243,8 @@ def install() -> None:
     tensor_quantizer.static_blockwise_fp4_fake_quant = _StaticNvfp4.apply
     tensor_quantizer.scaled_e4m3 = _scaled_e4m3(tensor_quantizer.scaled_e4m3)
     tensor_quant.dynamic_block_quantize_op = _dynamic_op(tensor_quant.dynamic_block_quantize_op)
-    for plugin in (custom_plugin, sys.modules.get("modelopt.torch.quantization.plugins.transformer_engine")):
+    engine: Any = sys.modules.get("modelopt.torch.quantization.plugins.transformer_engine")
+    for plugin in (custom_plugin, engine):
         if plugin is not None:
             plugin.replace_function = _replaced
     TensorQuantizer.forward = _returns_early(TensorQuantizer.forward)

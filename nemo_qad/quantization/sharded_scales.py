@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
 
 from nemo_qad.models.placement import Pieces, Placement, is_expert, pieces
+from nemo_qad.models.whole import Cut
 from nemo_qad.quantization import modelopt, nvfp4
 
 _AMAX = "_amax"
@@ -26,6 +27,7 @@ class ShardedScales:
         self._module = module
         self._placement = Placement(module)
         self._groups: Any = module.pg_collection
+        self._cut = scale_cut(module)
 
     def sharded_state(self, state: dict[str, Tensor]) -> dict[str, ShardedTensor]:
         """Sharded tensors, by key, over the storage of `state` (local buffer name -> scale).
@@ -57,16 +59,6 @@ class ShardedScales:
         names = [key] if len(found) == 1 else [f"{key}.{index}" for index in range(len(found))]
         return [(n, part.contiguous(), cut) for n, part in zip(names, found, strict=True)]
 
-    def _cut(self, name: str) -> Pieces | None:
-        """How the block amax of a weight is cut; None for a tensor-wide scale."""
-        quantizer, _, buffer = name.rpartition(".")
-        owner: Any = self._module.get_submodule(quantizer)
-        if buffer != _AMAX or not owner.is_nvfp4_static:
-            return None
-        linear: Any = self._module.get_submodule(quantizer.rpartition(".")[0])
-        cut = pieces(linear.get_parameter("weight"), linear.tp_group)
-        return cut and cut.per_block(nvfp4.BLOCK_SIZE)
-
     def _weight(self, name: str) -> Tensor:
         linear = name.rpartition(".")[0].rpartition(".")[0]
         return self._module.get_submodule(linear).get_parameter("weight")
@@ -79,6 +71,21 @@ class ShardedScales:
             return ShardedTensor.from_rank_offsets(key, part, replica_id=(0, tensor.rank(), data.rank()))
         offsets = (cut.dim, cut.group.rank(), cut.group.size())
         return ShardedTensor.from_rank_offsets(key, part, offsets, replica_id=(0, 0, data.rank()))
+
+
+def scale_cut(module: nn.Module) -> Cut:
+    """How a scale, by local buffer name, is cut: block amax [O, I/16] as its weight [O, I], others not at all."""
+
+    def cut(name: str) -> Pieces | None:
+        quantizer, _, buffer = name.rpartition(".")
+        owner: Any = module.get_submodule(quantizer)
+        if buffer != _AMAX or not owner.is_nvfp4_static:
+            return None
+        linear: Any = module.get_submodule(quantizer.rpartition(".")[0])
+        found = pieces(linear.get_parameter("weight"), linear.tp_group)
+        return found and found.per_block(nvfp4.BLOCK_SIZE)
+
+    return cut
 
 
 def empty_like(module: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from nemo_qad.huggingface.save import save_bf16
 from nemo_qad.schema import Stage
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
 from nemo_qad.training.interrupt import Interrupted, deferred_stop
-from nemo_qad.training.language_model import language_model_loss
+from nemo_qad.training.language_model import LanguageModelLoss
 from nemo_qad.training.optimizer import teacher_settings
 from nemo_qad.training.trainer import Batch, Trainer
 
@@ -111,7 +111,7 @@ def _train(session: Session, root: Path) -> dict[str, Any]:
     trainer = Trainer(
         module,
         teacher_settings(config),
-        language_model_loss(vocab_size=vocab_size),
+        LanguageModelLoss(vocab_size=vocab_size),
         precision=session.run.model.precision,
     )
     found = load_newest(root / "checkpoints", session.say)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
@@ -83,10 +84,14 @@ class MainParameters:
                 values, start = shards[id(parameter)]
             self.parts[name] = MainPart(parameter, values, start)
 
+    def group(self, *, expert: bool) -> dist.ProcessGroup:
+        """Ranks that share the main values of a parameter if they are distributed."""
+        return self._ddp.intra_expt_dp_group if expert else self._ddp.intra_dp_cp_group
+
     @property
     def is_whole(self) -> bool:
         """Whether this rank has all of every parameter."""
-        groups = (self._ddp.intra_dp_cp_group, self._ddp.intra_expt_dp_group)
+        groups = [self.group(expert=expert) for expert in (False, True)]
         return not self.is_distributed or all(group.size() == 1 for group in groups)
 
     @torch.no_grad()

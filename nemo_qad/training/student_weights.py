@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from nemo_qad.models.whole import Cut
+
 
 class StudentWeights(Protocol):
     """Weights that the student computes with in quantised form (`quantization.in_place.QuantizedWeights`)."""
@@ -31,6 +33,9 @@ class StudentWeights(Protocol):
 
     def scales(self) -> dict[str, Tensor]:
         """Scales that are part of a run's state."""
+
+    def scale_cut(self) -> Cut:
+        """How `scales` are cut over tensor-parallel ranks."""
 
     def load_scales(self, scales: dict[str, Tensor]) -> None:
         """Raises KeyError where one is missing."""

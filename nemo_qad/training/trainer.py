@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,31 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_qad.errors import UserError
+from nemo_qad.models.forward import Ranks, local_part
 from nemo_qad.schema import Precision
-from nemo_qad.training.main_parameters import MainParameters, chained, wrapped
+from nemo_qad.training.main_parameters import MainParameters, wrapped
 from nemo_qad.training.optimizer import OptimizerSettings, build_optimizer
 from nemo_qad.training.student_weights import StudentWeights
+from nemo_qad.training.training_state import TrainingState
 
 Batch = dict[str, Tensor]
-Loss = Callable[[torch.nn.Module, Batch], tuple[Tensor, Tensor]]
+
+
+class Loss(Protocol):
+    """A micro-batch's contribution. Tensors of a batch [B, L, ...] are the rank's part of the sequence."""
+
+    @property
+    def num_models(self) -> int:
+        """Whose activations go from one pipeline stage to the next, side by side in the batch."""
+
+    def __call__(self, module: torch.nn.Module, batch: Batch, /) -> tuple[Tensor, Tensor]:
+        """(sum in nats, count) of this rank's tokens; on the last pipeline stage."""
+
+    def stage(self, module: torch.nn.Module, batch: Batch, /) -> Tensor:
+        """What an earlier stage hands on, [L / ranks of sequence parallelism, num_models x B, D]."""
+
+    def paired(self, module: torch.nn.Module, /) -> AbstractContextManager[None]:
+        """Inside, a stage's models are given their parts of what it receives."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,7 @@ class Trainer:
         self.loss = loss
         self.average_decay = average_decay
         self.step = 0
+        self._ranks = Ranks.of(module)
         config: Any = module.config
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = finalize_model_grads
@@ -77,6 +96,7 @@ class Trainer:
         parts = self._main.parts
         self.average = {n: part.values.detach().clone() for n, part in parts.items()} if average_decay else {}
         self._weights = weights
+        self._state = TrainingState(module, self._main, self._optimizer, self.average, weights)
         self._in_place = weights is not None and weights.in_place
         self._is_latent = not self._in_place
         # The truth about weights quantised in place whose main values lie in the parameter: of this rank's part.
@@ -93,21 +113,22 @@ class Trainer:
             UserError: the loss or the gradient norm is NaN or Inf; the parameters are left as they were.
         """
         assert self._is_latent != self._in_place, "a step inside latent()"
-        device = next(self.module.parameters()).device
-        micro_batches = [{k: t.to(device) for k, t in batch.items()} for batch in micro_batches]
+        num_rows, length = micro_batches[0]["tokens"].shape
+        local = [self._local(batch) for batch in micro_batches]
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        sums = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self._ddp],
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0]["tokens"].shape[1],
-            micro_batch_size=micro_batches[0]["tokens"].shape[0],
-            forward_only=False,
-        )
-        total, count = (sum(float(item[key]) for item in sums) for key in ("sum", "count"))
+        with self.loss.paired(self.module):
+            sums = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(local),
+                model=[self._ddp],
+                num_microbatches=len(local),
+                seq_length=length,
+                micro_batch_size=num_rows * self.loss.num_models,
+                forward_only=False,
+            )
+        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
         self._refuse_non_finite(total)
         learning_rate = self._optimizer.param_groups[0]["lr"]
         for name, truth in self._kept.items():
@@ -118,7 +139,25 @@ class Trainer:
         self._after_update()
         return StepResult(total / max(count, 1), float(grad_norm or 0.0), int(count), learning_rate)
 
+    def _local(self, batch: Batch) -> Batch:
+        """The rank's part of the sequence, on its device."""
+        device = next(self.module.parameters()).device
+        return {name: local_part(self.module, value.to(device)) for name, value in batch.items()}
+
+    def _over_ranks(self, total: float, count: float) -> tuple[float, float]:
+        """Sums over the ranks that saw other tokens; of a pipeline only the last stage has seen any."""
+        groups = self._ranks.groups
+        members = [group for group in (groups.dp_cp, groups.pp) if group.size() > 1]
+        if not members:
+            return total, count
+        sums = torch.tensor([total, count], dtype=torch.float64, device=next(self.module.parameters()).device)
+        for group in members:
+            dist.all_reduce(sums, group=group)
+        return float(sums[0]), float(sums[1])
+
     def _forward_step(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Callable]:
+        if not self._ranks.is_last_stage:
+            return self.loss.stage(module, next(batches)), _no_loss
         total, count = self.loss(module, next(batches))
 
         def reduce(total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -129,8 +168,8 @@ class Trainer:
     def _refuse_non_finite(self, total: float) -> None:
         names = [n for n, p in self.module.named_parameters() if not _gradient(p).isfinite().all()]
         is_bad = bool(names) or not math.isfinite(total)
-        if self._main.is_distributed and dist.get_world_size() > 1:
-            # A gradient's sum is on one rank alone: all must stop, or the others would wait for it.
+        if dist.get_world_size() > 1:
+            # A gradient may be on one rank alone: all must stop, or the others would wait for it.
             flag = torch.tensor([is_bad], dtype=torch.int32, device=next(self.module.parameters()).device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             is_bad = bool(flag)
@@ -213,76 +252,32 @@ class Trainer:
                         p.copy_(own[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, but the data's position: name -> tensor.
+        """Everything that the next step depends on, but the data's position: whole tensors on the first rank.
 
-        The same names and shapes with the distributed optimizer and without.
-
-        Raises:
-            UserError: the distributed optimizer has spread the state over ranks.
+        The same names and shapes in every layout, with the distributed optimizer and without. A collective call; other
+        ranks get nothing.
         """
-        self._refuse_shards()
-        tensors: dict[str, Tensor] = {}
-        adam = {id(p): s for o in chained(self._optimizer) for p, s in o.optimizer.state.items()}
-        for name, part in self._main.parts.items():
-            shape = part.parameter.shape
-            tensors[f"main.{name}"] = self._truth(name).view(shape)
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = adam[id(part.values)][key].view(shape)
-        tensors |= {f"average.{n}": t.view(self._main.parts[n].parameter.shape) for n, t in self.average.items()}
-        tensors |= {f"buffer.{n}": b for n, b in self.module.named_buffers() if n.endswith("expert_bias")}
-        if self._weights:
-            tensors |= {f"scale.{name}": t for name, t in self._weights.scales().items()}
-        tensors["rng"] = torch.get_rng_state()
-        return tensors
+        return self._state.collect(self._truth)
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
-        """The inverse of `state`, for a fresh trainer of the same settings.
+        """The inverse of `state`, for a fresh trainer of the same settings; every rank gives the whole tensors.
 
         Raises:
-            UserError: a tensor is missing, so the checkpoint belongs to another model; or as `state`.
+            UserError: a tensor is missing, so the checkpoint belongs to another model.
         """
-        self._refuse_shards()
         try:
             with self.latent():
-                self._load(tensors, step)
+                self._state.load(tensors, step, self._kept)
+                self._main.gather()
         except KeyError as error:
             raise UserError(f"the checkpoint lacks {error}: it belongs to another model or setting") from None
         self._scheduler.step(increment=step)
         self.step = step
 
-    def _load(self, tensors: dict[str, Tensor], step: int) -> None:
-        buffers = dict(self.module.named_buffers())
-        owner = {
-            id(p): o.optimizer for o in chained(self._optimizer) for g in o.optimizer.param_groups for p in g["params"]
-        }
-        for name, part in self._main.parts.items():
-            main, shape = part.values, part.values.shape
-            main.copy_(tensors[f"main.{name}"].view(shape))
-            part.write(main)
-            if name in self._kept:
-                self._kept[name].copy_(main)
-            # Every parameter has a step of its own: a shared tensor would be advanced by each of them.
-            owner[id(main)].state[main] = {
-                "step": torch.tensor(float(step)),
-                **{k: tensors[f"{k}.{name}"].view(shape).clone() for k in ("exp_avg", "exp_avg_sq")},
-            }
-        for name, average in self.average.items():
-            average.copy_(tensors[f"average.{name}"].view(average.shape))
-        for key in (k for k in tensors if k.startswith("buffer.")):
-            buffers[key.removeprefix("buffer.")].copy_(tensors[key])
-        if self._weights:
-            self._weights.load_scales(
-                {k.removeprefix("scale."): t for k, t in tensors.items() if k.startswith("scale.")}
-            )
-        torch.set_rng_state(tensors["rng"])
 
-    def _refuse_shards(self) -> None:
-        if not self._main.is_whole:
-            raise UserError(
-                "parallel.distributed_optimizer=true: checkpoints of an optimizer spread over data-parallel ranks are "
-                "not supported yet. Use parallel.distributed_optimizer=false"
-            )
+def _no_loss(output: Tensor) -> Tensor:
+    raise AssertionError("only the last stage of a pipeline has a loss")
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

@@ -23,6 +23,13 @@ LAYOUTS = {
     "tp4": ParallelConfig(name="tp4", ranks_per_node=4, tensor=4),
     "dp4": ParallelConfig(name="dp4", ranks_per_node=4),
     "dp4_ep2": ParallelConfig(name="dp4_ep2", ranks_per_node=4, expert=2),
+    "cp2": ParallelConfig(name="cp2", ranks_per_node=2, context=2),
+    "pp2": ParallelConfig(name="pp2", ranks_per_node=2, pipeline=2),
+    "tp2_cp2": ParallelConfig(name="tp2_cp2", ranks_per_node=4, tensor=2, context=2),
+    "tp2_pp2": ParallelConfig(name="tp2_pp2", ranks_per_node=4, tensor=2, pipeline=2),
+    "cp2_pp2": ParallelConfig(name="cp2_pp2", ranks_per_node=4, context=2, pipeline=2),
+    "pp2_dp2_ep2": ParallelConfig(name="pp2_dp2_ep2", ranks_per_node=4, pipeline=2, expert=2),
+    "cp4": ParallelConfig(name="cp4", ranks_per_node=4, context=4),
 }
 
 

@@ -99,8 +99,7 @@ def both_ways(rank: int, layout: str, cases: list[Case], distributed: bool) -> R
 
 def refused(trainer: Trainer, rank: int) -> Results:
     """True where a UserError came as expected, and where nothing had changed after it."""
-    found = {"state": raises(trainer.state, "not supported yet")}
-    found["load"] = raises(lambda: trainer.load_state({}, 1), "not supported yet")
+    found = {}
     before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
     loss = trainer.loss
 
@@ -108,7 +107,8 @@ def refused(trainer: Trainer, rank: int) -> Results:
         total, count = loss(module, batch)
         return total * (float("nan") if rank == 0 else 1.0), count
 
-    trainer.loss = broken
+    broken.num_models, broken.paired = loss.num_models, loss.paired  # type: ignore[attr-defined]
+    trainer.loss = broken  # type: ignore[assignment]
     found["nan"] = raises(lambda: trainer.train_step(micro_batches(1, rank)), "Nothing was updated")
     same = [torch.equal(p, before[name]) for name, p in trainer.module.named_parameters()]
     return found | {"untouched": torch.tensor(all(same))}
@@ -155,8 +155,7 @@ def test_distributed_optimizer_on_two_data_parallel_ranks(data_parallel: list[Re
     for found in data_parallel:
         check(found, case)
     first, second = (with_prefix(found, f"{case}|{QuantizeWeights.per_step}|") for found in data_parallel)
-    assert not torch.equal(first["losses"], second["losses"])  # each rank has data of its own
-    assert [n for n in first if n != "losses" and not torch.equal(first[n], second[n])] == []
+    assert [n for n in first if not torch.equal(first[n], second[n])] == []
 
 
 @pytest.mark.parametrize("case", [f"{recipe}-{precision}" for recipe, precision, *_ in TENSOR_PARALLEL])
@@ -165,7 +164,7 @@ def test_scales_of_the_whole_weight_under_tensor_parallelism(tensor_parallel: li
         check(found, case)
 
 
-def test_shards_are_not_saved_and_one_ranks_nan_stops_all(data_parallel: list[Results]) -> None:
+def test_one_ranks_nan_stops_all(data_parallel: list[Results]) -> None:
     for found in data_parallel:
         outcomes = with_prefix(found, "refused|")
-        assert len(outcomes) == 4 and all(bool(value) for value in outcomes.values()), outcomes
+        assert len(outcomes) == 2 and all(bool(value) for value in outcomes.values()), outcomes

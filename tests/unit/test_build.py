@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_qad import runtime
-from nemo_qad.errors import ConfigError, UserError
+from nemo_qad.errors import ConfigError
 from nemo_qad.models.build import build_model, forward_hidden, forward_logits, logits_fn, stage_pattern
 from nemo_qad.models.vocabulary import padded_vocab_size
 from nemo_qad.schema import AttentionConfig, MambaConfig, ModelConfig, MoeConfig, ParallelConfig, Precision
@@ -135,10 +135,6 @@ def test_same_seed_same_parameters() -> None:
         if torch.is_tensor(tensor):
             assert torch.equal(tensor, second[name]), name
 
-
-def test_context_parallelism_is_refused() -> None:
-    with pytest.raises(UserError, match=r"parallel\.context=2 is not supported"):
-        build_model(small_model(), ParallelConfig(name="cp", context=2), sequence_length=8)
 
 
 def test_stage_pattern_splits_evenly() -> None:
