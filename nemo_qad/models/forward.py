@@ -55,29 +55,33 @@ def documents(module: torch.nn.Module, positions_BS: Tensor | None) -> Documents
 
 
 @torch.no_grad()
-def whole_hidden(module: torch.nn.Module, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor | None:
-    """Normed hidden states [B, S, D] that the output layer reads, whole on each rank of the last stage.
+def local_hidden(module: torch.nn.Module, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor | None:
+    """This rank's part of the normed hidden states that the output layer reads, [B, L / sequence-parallel ranks, D].
 
     Args:
         tokens_BS: int64, on the model's device.
         positions_BS: int64 positions in packed documents; None: each row is one document.
     """
-    ranks, model = Ranks.of(module), bare(module)
+    model = bare(module)
     tokens_BL, packed = local_part(module, tokens_BS), documents(module, positions_BS)
-    if ranks.groups.pp.size() == 1:
-        hidden = forward_hidden(model, tokens_BL, packed)
-    else:
-        found = _through_pipeline(model, tokens_BL, packed)
-        if not ranks.is_last_stage:
-            return None
-        hidden = found
-    hidden_LBD = hidden.transpose(0, 1)
-    if model.config.sequence_parallel:
-        hidden_LBD = gather_from_sequence_parallel_region(hidden_LBD.contiguous(), group=ranks.groups.tp)
-    return join_sequence(hidden_LBD.transpose(0, 1).contiguous(), ranks.groups.cp)
+    if Ranks.of(module).groups.pp.size() == 1:
+        return forward_hidden(model, tokens_BL, packed)
+    return _through_pipeline(model, tokens_BL, packed)
 
 
-def _through_pipeline(model: torch.nn.Module, tokens_BL: Tensor, packed: Documents | None) -> Tensor:
+@torch.no_grad()
+def whole_hidden(module: torch.nn.Module, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor | None:
+    """As `local_hidden`, gathered: [B, S, D] on each rank of the last stage."""
+    hidden, groups = local_hidden(module, tokens_BS, positions_BS), Ranks.of(module).groups
+    if hidden is None:
+        return None
+    if bare(module).config.sequence_parallel:
+        hidden_LBD = hidden.transpose(0, 1).contiguous()
+        hidden = gather_from_sequence_parallel_region(hidden_LBD, group=groups.tp).transpose(0, 1)
+    return join_sequence(hidden.contiguous(), groups.cp)
+
+
+def _through_pipeline(model: torch.nn.Module, tokens_BL: Tensor, packed: Documents | None) -> Tensor | None:
     def step(batches: Iterator[Tensor], stage: torch.nn.Module) -> Any:
         hidden = forward_hidden(stage, next(batches), packed)
 
@@ -92,4 +96,4 @@ def _through_pipeline(model: torch.nn.Module, tokens_BL: Tensor, packed: Documen
         forward_step_func=step, data_iterator=iter([tokens_BL]), model=[model], num_microbatches=1,
         seq_length=length * Ranks.of(model).groups.cp.size(), micro_batch_size=num_rows, forward_only=True,
     )  # fmt: skip
-    return found[0]["hidden"] if found else tokens_BL
+    return found[0]["hidden"] if found else None

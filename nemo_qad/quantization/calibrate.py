@@ -71,8 +71,7 @@ def quantize(
             scales from the weights.
 
     Raises:
-        UserError: no batches, pipeline parallelism, a rule or module without effect, a bad scale, an idle expert
-            where those are an error.
+        UserError: no batches, a rule or module without effect, a bad scale, an idle expert where those are an error.
         ConfigError: a recipe that does not fit the model.
     """
     settings = calibration or CalibrationConfig()
@@ -110,10 +109,6 @@ class _Calibration:
     def __init__(
         self, module: nn.Module, observer: Observer, samples: list[Batch], policy: IdleExperts, tell: Tell
     ) -> None:
-        if module.pg_collection.pp.size() > 1:  # type: ignore[union-attr, operator]
-            raise UserError(
-                "parallel.pipeline: calibration over pipeline stages is not supported yet. Use parallel.pipeline=1"
-            )
         self.module, self.observer, self.samples, self.policy, self.tell = module, observer, samples, policy, tell
         self.observes_output = True
         self.tokens: dict[str, int] = {}
@@ -139,12 +134,12 @@ class _Calibration:
             self._forward(batch["tokens"].to(device))
 
     def _forward(self, tokens_BS: Tensor) -> None:
-        from nemo_qad.models.build import forward_hidden
+        from nemo_qad.models.forward import local_hidden
 
-        hidden_SBD = forward_hidden(self.module, tokens_BS).transpose(0, 1)
-        if self.observes_output:
+        hidden = local_hidden(self.module, tokens_BS)
+        if self.observes_output and hidden is not None:  # the last stage of a pipeline has hidden states
             output_layer: Any = self.module.output_layer
-            for part_TD in hidden_SBD.flatten(0, 1).split(CHUNK_TOKENS):
+            for part_TD in hidden.transpose(0, 1).flatten(0, 1).split(CHUNK_TOKENS):
                 output_layer(part_TD[:, None].contiguous(), runtime_gather_output=False)
 
     def _look_for_idle_experts(self) -> None:

@@ -37,7 +37,7 @@ def cache_lock(cache: Path) -> Iterator[None]:
     """One builder at a time in the shared cache: a sweep's jobs wait instead of building twice."""
     with disk_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / ".lock").open("a") as lock:
+        with (cache / ".cache.lock").open("a") as lock:  # not the name of a run folder's: they may be one folder
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

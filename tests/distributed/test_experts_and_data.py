@@ -73,8 +73,9 @@ def calibrate_fp8(rank: int, parallel: ParallelConfig, weights: Results | None, 
         placement = Placement(module)
         found = {placement.global_name(n): v for n, v in quantizer_state(module).items() if v.numel() == 1}
         found |= {f"tokens|{n}": torch.tensor(count) for n, count in calibrated.expert_tokens.items()}
-        output_layer = module.get_submodule("output_layer")
-        return found | {"output_layer": effective_weight(output_layer)} | (parameters if weights is None else {})
+        if hasattr(module, "output_layer"):  # the last stage of a pipeline
+            found["output_layer"] = effective_weight(module.get_submodule("output_layer"))
+        return found | (parameters if weights is None else {})
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +83,24 @@ def seven_samples() -> Results:
     return run_ranks(calibrate_fp8, 1, ONE, None, 7, environment=True)[0]
 
 
-@pytest.mark.parametrize("layout", ["dp4", "dp4_ep2"])
-def test_seven_samples_on_four_ranks(seven_samples: Results, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["dp4", "dp4_ep2", "cp2", "pp2", "tp2_cp2", "pp2_dp2_ep2"])
+def test_seven_samples_on_several_ranks(seven_samples: Results, layout: str) -> None:
     """E18: no rank waits, none counts a sample twice, and every rank has the scales of one rank."""
     parallel, weights = LAYOUTS[layout], part(seven_samples, "parameter|")
-    for found in run_ranks(calibrate_fp8, 4, parallel, weights, 7, environment=True):
+    ranks = run_ranks(calibrate_fp8, parallel.ranks_per_node, parallel, weights, 7, environment=True)
+    names = {name for found in ranks for name in found}
+    assert names == {name for name in seven_samples if not name.startswith("parameter|")}
+    for found in ranks:
         held = {name: value for name, value in found.items() if name != "output_layer"}
-        assert len(held) > 20
         for name, value in held.items():
             if name.startswith("tokens|"):
                 assert abs(int(value) - int(seven_samples[name])) <= 1, name  # a near tie of the router may flip
             else:
                 assert torch.allclose(value, seven_samples[name].view(value.shape), rtol=1e-5), name
-        # Sums of X^T X have another order: a near tie of two scales may fall otherwise, seldom.
-        same = (found["output_layer"] == seven_samples["output_layer"]).float().mean()
-        assert same > 0.999
+        if "output_layer" in found and parallel.tensor == 1:
+            # Sums of X^T X have another order: a near tie of two scales may fall otherwise, seldom.
+            same = (found["output_layer"] == seven_samples["output_layer"]).float().mean()
+            assert same > 0.999
 
 
 # Idle experts

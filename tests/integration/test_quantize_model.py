@@ -228,6 +228,7 @@ def test_expert_that_no_token_reached_is_named() -> None:
 
 
 def test_rule_without_effect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1: a quantizer that is not calibrated stops the run; fused experts need Transformer Engine, not tested here."""
     original = calibrate.rules
 
     def damaged(*args: Any) -> Any:
