@@ -117,7 +117,8 @@ def _check_block_sizes(recipe: RecipeConfig, model: ModelConfig, parallel: Paral
                     field,
                     _lookup(model, field),
                     f"recipe.{part}=nvfp4 shares a scale among {BLOCK} inputs, and a rank has {width}",
-                    f"Make that a multiple of {BLOCK}, or give recipe.{part}=bf16.",
+                    f"Make that a multiple of {BLOCK} with fewer tensor-parallel ranks or another width, or give "
+                    f"recipe.{part}=bf16.",
                 )
     head_dim = model.attention.head_dim
     if recipe.kv_cache is KvFormat.nvfp4 and "*" in model.hybrid_pattern and head_dim % BLOCK:

@@ -74,6 +74,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["model.vocab_size=100"], ["model.vocab_size=100", "512"]),
     (["model.hidden_size=120"], ["model.hidden_size=120", "nvfp4", "multiple of 16"]),
     (["model.moe.ffn_hidden_size=100"], ["model.moe.ffn_hidden_size=100", "routed_experts=bf16"]),
+    (
+        ["model.moe.ffn_hidden_size=1856", "parallel.nodes=8", "parallel.expert_tensor=8"],
+        ["model.moe.ffn_hidden_size=1856", "a rank has 232", "fewer tensor-parallel ranks"],
+    ),
     (["model.moe.shared_expert_ffn_hidden_size=8"], ["_ffn_hidden_size=8", "shared_experts=bf16"]),
     (["model.mamba.head_dim=31"], ["model.mamba.head_dim=31", "recipe.mamba=bf16"]),
     (["model.tied_output=true"], ["recipe.output_layer=nvfp4", "recipe.output_layer=bf16"]),
