@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
 
 from nemo_qad.models.placement import Pieces, Placement, is_expert, pieces
-from nemo_qad.models.whole import Cut
+from nemo_qad.models.whole import Cut, fitted, gather
 from nemo_qad.quantization import modelopt, nvfp4
 
 _AMAX = "_amax"
@@ -86,6 +86,39 @@ def scale_cut(module: nn.Module) -> Cut:
         return found and found.per_block(nvfp4.BLOCK_SIZE)
 
     return cut
+
+
+def whole_scales(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`quantizer_state` of every rank as whole tensors by global name, on the first rank; a collective call.
+
+    Block amax of a weight [O, I] is [O, I/16] of the whole weight.
+    """
+    cut, shaped = scale_cut(module), {}
+    for name, value in state.items():
+        owner = module.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        is_blocks = value.numel() > 1
+        shaped[name] = value.reshape(owner.get_parameter("weight").shape[0], -1) if is_blocks else value
+    return gather(module, shaped, cut)
+
+
+def own_scales(module: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part of `whole_scales` that belongs to this rank, by local name; `module` may be without quantizers yet."""
+    placement = Placement(module)
+    local = {placement.global_name(name): name for name, _ in module.named_modules()}
+    found = {}
+    for name, value in whole.items():
+        quantizer, _, buffer = name.rpartition(".")
+        owner, _, leaf = quantizer.rpartition(".")
+        if owner not in local:
+            continue
+        if value.dim() == 2:
+            linear: Any = module.get_submodule(local[owner])
+            cut = pieces(linear.get_parameter("weight"), linear.tp_group)
+            if cut is not None:
+                rows = len(linear.get_parameter("weight")) * (cut.group.size() if cut.dim == 0 else 1)
+                value = cut.per_block(nvfp4.BLOCK_SIZE).own(fitted(value, rows))
+        found[f"{local[owner]}.{leaf}.{buffer}"] = value
+    return found
 
 
 def empty_like(module: nn.Module) -> dict[str, Tensor]:

@@ -21,8 +21,10 @@ from nemo_qad.evaluation.metrics import LogitsFn, ProjectedLogits, held_out
 from nemo_qad.files import disk_errors
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.models.build import build_model, evaluating, logits_fn
+from nemo_qad.models.whole import gather, own_parts, parameter_cut
+from nemo_qad.quantization.sharded_scales import own_scales, whole_scales
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
-from nemo_qad.schema import RunConfig
+from nemo_qad.schema import ModelConfig, RecipeConfig, RunConfig
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.training.trainer import Batch
 
@@ -102,17 +104,7 @@ class Session:
     def load_student(self, tensors: dict[str, Tensor]) -> torch.nn.Module:
         """The inverse of `student_tensors`."""
         module = self.build()
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                kind, _, rest = name.partition(".")
-                if kind == "main":
-                    parameters[rest].copy_(tensor)
-                elif kind == "buffer":
-                    buffers[rest].copy_(tensor)
-        prefix = "quantizer."
-        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        restore_quantizers(module, self.run.recipe, self.run.model, state)
+        load_student_tensors(module, tensors, self.run.recipe, self.run.model)
         return module
 
     @cached_property
@@ -187,7 +179,40 @@ class Session:
 
 
 def student_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Weights, expert biases and quantizer scales of a student, as `Session.load_student` takes them."""
-    tensors = {f"main.{name}": p.detach() for name, p in module.named_parameters()}
-    tensors |= {f"buffer.{n}": b for n, b in module.named_buffers() if n.endswith("expert_bias")}
-    return tensors | {f"quantizer.{n}": t for n, t in quantizer_state(module).items()}
+    """Weights, expert biases and quantizer scales of a student, as `load_student_tensors` takes them.
+
+    Whole tensors by global names on the first rank, nothing on the others: a collective call.
+    """
+    weights = gather(module, dict(module.named_parameters()), parameter_cut(module))
+    biases = gather(module, _expert_biases(module), lambda name: None)
+    scales = whole_scales(module, quantizer_state(module))
+    tensors = {f"main.{name}": value for name, value in weights.items()}
+    tensors |= {f"buffer.{name}": value for name, value in biases.items()}
+    return tensors | {f"quantizer.{name}": value for name, value in scales.items()}
+
+
+@torch.no_grad()
+def load_student_tensors(
+    module: torch.nn.Module, tensors: dict[str, Tensor], recipe: RecipeConfig, model: ModelConfig
+) -> None:
+    """Makes a plain model, or a rank's part of one, the student whose whole tensors were saved, in any layout.
+
+    Raises:
+        KeyError: a weight is missing. UserError: scales that do not fit.
+    """
+    whole: dict[str, dict[str, Tensor]] = {"main": {}, "buffer": {}, "quantizer": {}}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        whole[kind][rest] = tensor
+    for kind, own, cut in (
+        ("main", dict(module.named_parameters()), parameter_cut(module)),
+        ("buffer", _expert_biases(module), lambda name: None),
+    ):
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        for name, value in own_parts(module, shapes, whole[kind], cut).items():
+            own[name].copy_(value)
+    restore_quantizers(module, recipe, model, own_scales(module, whole["quantizer"]))
+
+
+def _expert_biases(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
