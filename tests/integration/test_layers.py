@@ -162,3 +162,13 @@ def test_progress_and_exact_weights() -> None:
     exact = next(line for line in errors.linears if line.name == "output_layer")
     assert exact == replace(exact, sqnr_db=None, block_sqnr_db=None, mse=0.0, mse_ratio=None)
     assert errors.rows[-1].worst == exact
+
+
+def test_blocks_of_zeros_count_neither_as_lost_nor_as_kept() -> None:
+    module, name = build(MODEL), "decoder.layers.0.mixer.in_proj"
+    weight = module.get_parameter(f"{name}.weight").data
+    weight[::2] = 0
+    line = next(line for line in measured(module, load_recipe("four_over_six")).linears if line.name == name)
+    lost = (effective_weight(module.get_submodule(name)) - weight)[1::2].double().reshape(-1, 16).square().sum(-1)
+    relative = lost / weight[1::2].double().reshape(-1, 16).square().sum(-1)
+    assert line.block_sqnr_db == pytest.approx(decibel(1 / relative.mean()), abs=1e-4)
