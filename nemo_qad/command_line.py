@@ -226,6 +226,7 @@ examples:
   python -m nemo_qad.train -m +recipe=max,mse,four_over_six          one job for each recipe
   python -m nemo_qad.train +recipe=max 'stages=[teacher,ptq,evaluate]'
   python -m nemo_qad.train +recipe=four_over_six qad.loss=sampled    QAD without the teacher in memory
+  python -m nemo_qad.train +recipe=max parallel=local_tp2            starts two ranks here; so does torchrun or srun
   python -m nemo_qad.train +recipe=max --cfg job                     shows every setting, runs nothing
 
 options:

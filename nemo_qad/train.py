@@ -1,27 +1,32 @@
 """The whole pipeline: python -m nemo_qad.train +recipe=NAME; --help lists what it takes.
 
-The command line is checked first, then Hydra runs one job, or with -m one job for each combination.
+The command line is checked first, then Hydra runs one job, or with -m one job for each combination. A job on several
+ranks runs in processes of its own, unless torchrun or Slurm started this process as one of its ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from nemo_qad import command_line, config
-from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
+from nemo_qad import command_line, config, launcher, ranks
+from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, UserError
 from nemo_qad.files import read_json, write_json
 from nemo_qad.schema import RunConfig
 
 config.register()
+
+PIPELINE = "nemo_qad.stages:run"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,13 +38,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = None
     try:
         command = command_line.read(arguments)
+        _refuse_sweep_of_ranks(command)
         return _run(command)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        place = _place()
+        if place is None or place.local_rank == 0:  # a mistake that every rank of a machine makes alike
+            _complain(error)
         return error.exit_status
     except KeyboardInterrupt:
-        print(_interrupted(command), file=sys.stderr)
+        place = _place()
+        if place is None or place.rank == 0:
+            print(_interrupted(command), file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _place() -> ranks.Place | None:
+    """Of this process among ranks that torchrun or Slurm started; None also where their environment is damaged."""
+    with contextlib.suppress(UserError):
+        return ranks.found()
+    return None
+
+
+def _complain(error: UserError) -> None:
+    place = _place()
+    rank = f"rank {place.rank}: " if place and place.rank else ""
+    print(f"error: {rank}{error}", file=sys.stderr)
+
+
+def _refuse_sweep_of_ranks(command: command_line.Command) -> None:
+    place = ranks.found()
+    if command.multirun and place is not None and place.world_size > 1:
+        problem = f"each of the {place.world_size} ranks that were started would run the whole sweep"
+        remedy = "Start it without torchrun: each job starts its own ranks. Or start one torchrun or srun a job."
+        raise ConfigError("option", "-m", problem, remedy)
 
 
 def _run(command: command_line.Command) -> int:
@@ -73,11 +104,18 @@ def job(cfg: Any) -> dict[str, Any] | None:
 
 def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
     """(summary, error, exit status) of a run; what went wrong is on stderr."""
+    overrides = list(HydraConfig.get().overrides.task)
     try:
-        return _pipeline()(run, list(HydraConfig.get().overrides.task)), None, 0
+        num_ranks = ranks.local_ranks(run.parallel)
+        if num_ranks:
+            return launcher.run(PIPELINE, (run, overrides), num_ranks), None, 0
+        return _pipeline()(run, overrides), None, 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(error)
         return None, str(error), error.exit_status
+    except launcher.RankError as error:
+        print(error.report, file=sys.stderr)
+        return None, str(error), EXIT_FAILURE
     except Exception as error:
         traceback.print_exc()
         return None, f"{type(error).__name__}: {error}", EXIT_FAILURE
@@ -85,9 +123,7 @@ def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
 
 def _pipeline() -> Callable[[RunConfig, Sequence[str]], dict[str, Any]]:
     """Imported in the job: this is where torch comes in."""
-    from nemo_qad import stages
-
-    return stages.run
+    return cast(Callable[[RunConfig, Sequence[str]], dict[str, Any]], pkgutil.resolve_name(PIPELINE))
 
 
 def _sweep_job(run: RunConfig) -> dict[str, Any] | None:

@@ -47,11 +47,11 @@ def validate(run: RunConfig) -> None:
     _check_names(run)
     _check_fractions(run)
     _check_model(run.model, run.data.source)
+    check_sharding(run.model, run.parallel)
     check_recipe(run)
     _check_schedules(run)
     _check_lengths(run)
     _check_loss(run)
-    check_sharding(run.model, run.parallel)
     check_batches(run)
     _check_stages(run)
     if run.data.source is Source.indexed and not run.data.path:

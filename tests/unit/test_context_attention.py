@@ -94,6 +94,21 @@ def test_parts_equal_the_reference(
 
 
 @pytest.mark.parametrize("rows", ["none", "differing"])
+def test_a_scale_of_its_own(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and in parts: the default scale is that of queries multiplied by 0.3 sqrt(P)."""
+    inputs, documents = operands(), ROWS[rows]
+    positions = None if documents is None else positions_of(documents)
+    truth = with_gradients(lambda q, k, v: reference(q * 0.3 * HEAD_DIM**0.5, k, v, positions), inputs)
+    module, packed = core_attention(softmax_scale=0.3), Documents(positions_BL=positions)
+    for block in (2048, 8):
+        monkeypatch.setattr(context_attention, "BLOCK", block)
+        found = with_gradients(
+            lambda *qkv: module(*qkv, packed_seq_params=packed).unflatten(2, (4, HEAD_DIM)), inputs
+        )
+        assert max(relative_error(f, t) for f, t in zip(found, truth, strict=True)) < 1e-14
+
+
+@pytest.mark.parametrize("rows", ["none", "differing"])
 def test_bf16_is_as_near_as_one_masked_call(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_attention, "BLOCK", 16)
     documents = ROWS[rows]
@@ -198,11 +213,11 @@ def test_shapes_that_do_not_divide() -> None:
         attention(query, key, value)
 
 
-def core_attention(**config: float) -> CoreAttention:
+def core_attention(softmax_scale: float | None = None, **config: float) -> CoreAttention:
     settings = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, **{"attention_dropout": 0.0, **config}
     )
-    return CoreAttention(settings, 1, AttnMaskType.causal, "self")
+    return CoreAttention(settings, 1, AttnMaskType.causal, "self", softmax_scale=softmax_scale)
 
 
 def test_core_attention_reads_documents() -> None:

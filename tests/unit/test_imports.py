@@ -49,6 +49,8 @@ WITHOUT_TORCH = (
     "evaluation.report",
     "fields",
     "choices",
+    "launcher",
+    "ranks",
     "schema",
     "sharding",
     "sweep",
