@@ -35,6 +35,10 @@ class ConfigError(UserError):
         self.value = value
 
 
+class StoppedElsewhereError(UserError):
+    """The first rank stopped with this error and has said it, so this one stops too."""
+
+
 class RunFolderError(UserError):
     """The run folder belongs to another configuration, is damaged, or cannot be written."""
 

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from nemo_qad import command_line, config, launcher, ranks
-from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, UserError
+from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, StoppedElsewhereError, UserError
 from nemo_qad.files import read_json, write_json
 from nemo_qad.schema import RunConfig
 
@@ -60,6 +60,8 @@ def _place() -> ranks.Place | None:
 
 
 def _complain(error: UserError) -> None:
+    if isinstance(error, StoppedElsewhereError):
+        return
     place = _place()
     rank = f"rank {place.rank}: " if place and place.rank else ""
     print(f"error: {rank}{error}", file=sys.stderr)

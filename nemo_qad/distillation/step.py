@@ -118,8 +118,12 @@ def output_operands(
 
     Under sequence parallelism T / ranks hidden states, in the order of `_token_order`.
     """
-    hidden_TD = forward_hidden(module, tokens_BS, packed).flatten(0, 1)
-    return linear_operands(bare(module).output_layer, hidden_TD, output_weight(module))
+    return output_operands_of(module, forward_hidden(module, tokens_BS, packed).flatten(0, 1))
+
+
+def output_operands_of(module: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of hidden states [..., D] that are there already."""
+    return linear_operands(bare(module).output_layer, hidden, output_weight(module))
 
 
 def _token_order(values_BS: Tensor, module: torch.nn.Module) -> Tensor:

@@ -23,6 +23,7 @@ from nemo_qad.evaluation.formats import DASH, clock, percent, significant
 from nemo_qad.evaluation.recovery import judge_ptq
 from nemo_qad.evaluation.report import headline, missing_stages, next_command
 from nemo_qad.evaluation.results import MODELS, Results, read_results
+from nemo_qad.ranks import is_first_rank
 
 LINES_PER_LOOP = 10
 WIDTH = 80
@@ -180,6 +181,11 @@ def _result_table(results: Results) -> Table:
 
 
 def default_console() -> Console:
-    """The console of this moment's stdout; 80 columns wide where there is no terminal to ask."""
+    """The console of this moment's stdout; 80 columns wide where there is no terminal to ask.
+
+    Of several ranks the first alone prints.
+    """
+    if not is_first_rank():
+        return Console(quiet=True, force_terminal=False)
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)

@@ -16,10 +16,11 @@ N questions, C choices, S sequence, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -28,8 +29,7 @@ from torch import Tensor
 from nemo_qad.data import generated, indexed, tokenizer
 from nemo_qad.data.prepare import PreparedData
 from nemo_qad.errors import ConfigError, UserError
-
-LogitsFn = Callable[[Tensor], Tensor]  # tokens int64 [B, S] -> logits float32 [B, S, V]
+from nemo_qad.evaluation.metrics import LogitsFn
 
 NUM_CHOICES = 4
 MAX_CONTEXT = 12  # tokens shown of the line before the one in question
@@ -64,32 +64,43 @@ class Task:
     correct: Tensor
 
 
+class Spread(Protocol):
+    """How batches are spread over ranks (`nemo_qad.models.forward.Ranks`)."""
+
+    def share(self, count: int, /) -> list[tuple[int, bool]]:
+        """The numbers below `count` that this rank does, and whether each is its own to count."""
+
+    def merged(self, found: dict[int, Any], /) -> dict[int, Any]:
+        """What all ranks found, by number."""
+
+
+class Alone:
+    """One rank does all."""
+
+    def share(self, count: int) -> list[tuple[int, bool]]:
+        return [(number, True) for number in range(count)]
+
+    def merged(self, found: dict[int, Any]) -> dict[int, Any]:
+        return found
+
+
 @torch.no_grad()
-def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
+def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int, spread: Spread | None = None) -> Tensor:
     """Which questions are answered right, bool [N] on the CPU.
 
     `micro_batch_size` counts evaluation samples; short rows are put together to make as many tokens.
-    A tie between choices, or logits that are not numbers, count as wrong.
+    A tie between choices, or logits that are not numbers, count as wrong. `spread`: over several ranks, all of which
+    call together and get the same.
     """
-    num_questions, num_choices, length = task.tokens.shape
-    tokens_MS = task.tokens.reshape(-1, length)
-    labels_MS = task.labels.reshape(-1, length)
-    mask_MS = task.mask.reshape(-1, length)
-    results = []
-    num_rows = micro_batch_size * task.rows_a_sample
-    for start in range(0, len(tokens_MS), num_rows):
-        part = slice(start, start + num_rows)
-        mask_BS = mask_MS[part]
-        labels_N = labels_MS[part][mask_BS]
-        logits_BSV = logits_fn(tokens_MS[part])
-        logits_NV = logits_BSV[mask_BS.to(logits_BSV.device)].float().cpu()
-        if num_choices == 1:
-            values_N = (logits_NV.argmax(dim=-1) != labels_N) | logits_NV.isnan().any(dim=-1)
-        else:
-            values_N = logits_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None])[:, 0].double()
-        rows_N = mask_BS.nonzero()[:, 0]
-        results.append(torch.zeros(len(mask_BS), dtype=torch.float64).index_add_(0, rows_N, values_N.double()))
-    totals_NC = torch.cat(results).reshape(num_questions, num_choices)
+    num_questions, num_choices, _ = task.tokens.shape
+    spread, num_rows = spread or Alone(), micro_batch_size * task.rows_a_sample
+    found = {}
+    for number, counts in spread.share(math.ceil(num_questions * num_choices / num_rows)):
+        values_B = _row_values(task, slice(number * num_rows, (number + 1) * num_rows), logits_fn)
+        if counts and values_B is not None:
+            found[number] = values_B
+    found = spread.merged(found)
+    totals_NC = torch.cat([found[number] for number in sorted(found)]).reshape(num_questions, num_choices)
     if num_choices == 1:
         return totals_NC[:, 0] == 0
     right_N = totals_NC.gather(1, task.correct[:, None])[:, 0]
@@ -97,8 +108,30 @@ def score(task: Task, logits_fn: LogitsFn, micro_batch_size: int) -> Tensor:
     return right_N > others_NC.max(dim=1).values
 
 
-def build_tasks(prepared: PreparedData, *, num_questions: int, sequence_length: int, seed: int) -> list[Task]:
+def _row_values(task: Task, rows: slice, logits_fn: LogitsFn) -> Tensor | None:
+    """Of each row float64 [B]: how many of its tokens are wrong, or with choices its log-likelihood."""
+    length = task.tokens.shape[-1]
+    tokens_BS, labels_BS, mask_BS = (x.reshape(-1, length)[rows] for x in (task.tokens, task.labels, task.mask))
+    labels_N = labels_BS[mask_BS]
+    logits_BSV = logits_fn(tokens_BS)
+    if logits_BSV is None:
+        return None
+    logits_NV = logits_BSV[mask_BS.to(logits_BSV.device)].float().cpu()
+    if task.tokens.shape[1] == 1:
+        values_N = (logits_NV.argmax(dim=-1) != labels_N) | logits_NV.isnan().any(dim=-1)
+    else:
+        values_N = logits_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None])[:, 0]
+    rows_N = mask_BS.nonzero()[:, 0]
+    return torch.zeros(len(mask_BS), dtype=torch.float64).index_add_(0, rows_N, values_N.double())
+
+
+def build_tasks(
+    prepared: PreparedData, *, num_questions: int, sequence_length: int, seed: int, multiple: int = 1
+) -> list[Task]:
     """The tasks, the same for the same data and arguments; each has `num_questions` distinct questions.
+
+    Args:
+        multiple: of the padded length of a question, which divides `sequence_length`.
 
     Raises:
         ConfigError: the questions are longer than `sequence_length`.
@@ -116,11 +149,11 @@ def build_tasks(prepared: PreparedData, *, num_questions: int, sequence_length: 
                 f"Task {name}: the held-out text {prepared.held_out_prefix} gives {len(questions)} questions, "
                 f"{num_questions} are asked for: lower evaluation.num_questions or raise data.held_out_fraction."
             )
-        tasks.append(_task(name, 1 / NUM_CHOICES, questions, sequence_length))
+        tasks.append(_task(name, 1 / NUM_CHOICES, questions, sequence_length, multiple))
     for spec in generated.TASKS:
         examples = generated.questions(spec, num_questions, seed)
         questions = [Question(start + _ids(bpe, e.prompt), [_ids(bpe, e.answer)], 0) for e in examples]
-        tasks.append(_task(spec.name, spec.chance, questions, sequence_length))
+        tasks.append(_task(spec.name, spec.chance, questions, sequence_length, multiple))
     return tasks
 
 
@@ -209,10 +242,11 @@ def _ids(bpe: Tokenizer, text: str) -> list[int]:
     return bpe.encode(text, add_special_tokens=False).ids
 
 
-def _task(name: str, chance: float, questions: list[Question], sequence_length: int) -> Task:
+def _task(name: str, chance: float, questions: list[Question], sequence_length: int, multiple: int) -> Task:
     """Pads the questions on the right to one length: causal models do not see what comes after."""
     longest = max(len(q.prompt) + len(choice) for q in questions for choice in q.choices) - 1
-    length = min(-(-longest // GRANULE) * GRANULE, sequence_length)
+    granule = math.lcm(GRANULE, multiple)
+    length = min(math.ceil(longest / granule) * granule, sequence_length)
     if longest > length:
         raise ConfigError(
             "evaluation.sequence_length",

@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_qad import agreement
 from nemo_qad.errors import UserError, show
-from nemo_qad.huggingface.names import Mapping, linear_names, mappings, module_tensors, to_hf
+from nemo_qad.huggingface.gathered import Part, gathered, gathered_mappings
+from nemo_qad.huggingface.names import Mapping, linear_names, mappings, to_hf
 from nemo_qad.huggingface.save import hf_config, write_folder
+from nemo_qad.models.placement import Placement
 from nemo_qad.quantization.coverage import check_scales
 from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
 from nemo_qad.quantization.recipes import formats
@@ -50,33 +53,37 @@ def export_student(
     tokenizer_folder: Path | None,
     max_shard_gb: float,
 ) -> dict[str, Any]:
-    """Writes the checkpoint of a quantised model; `folder` is whole or absent.
+    """Writes the checkpoint of a quantised model; `folder` is whole or absent. A collective call of all ranks.
 
     Args:
-        module: the bare, quantised HybridModel, all of it in this process.
+        module: the bare, quantised HybridModel, or this rank's part of it.
         max_shard_gb: decimal GB of one safetensors file at most.
 
     Returns:
         num_tensors, bytes_tensors, bytes_export (all files), the two algorithms, linears in each format.
 
     Raises:
-        UserError: part of the model is elsewhere, a scale is unusable, or recipe and model disagree.
+        UserError: a tensor is missing, a scale is unusable, or recipe and model disagree.
     """
     check_scales(module)
     _check_formats(module, model, recipe)
     quantization = quantization_config(model, recipe)
     counts = Counter(linear.format.value for linear in formats(recipe, model).values())
-    facts: dict[str, Any] = {"num_tensors": 0, "bytes_tensors": 0}
-    write_folder(
-        _counted(stored_tensors(module, model), facts),
-        folder,
-        config={**hf_config(model), "quantization_config": _engine_config(quantization, model, recipe)},
-        extra_json={"hf_quant_config.json": quantization},
-        tokenizer_folder=tokenizer_folder,
-        max_shard_gb=max_shard_gb,
-    )
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
+        facts: dict[str, Any] = {"num_tensors": 0, "bytes_tensors": 0}
+        write_folder(
+            _counted(tensors, facts),
+            folder,
+            config={**hf_config(model), "quantization_config": _engine_config(quantization, model, recipe)},
+            extra_json={"hf_quant_config.json": quantization},
+            tokenizer_folder=tokenizer_folder,
+            max_shard_gb=max_shard_gb,
+        )
+        return facts
+
     return {
-        **facts,
+        **agreement.first_reads(stored_tensors(module, model), write),
         "bytes_export": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         "quant_algo": quantization["quantization"]["quant_algo"],
         "kv_cache_quant_algo": quantization["quantization"]["kv_cache_quant_algo"],
@@ -85,28 +92,42 @@ def export_student(
 
 
 def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of everything that ships, in the order of the model."""
-    for mapping, tensor in _tensors(module, model):
-        owner, _, leaf = mapping.mcore.rpartition(".")
-        linear = module.get_submodule(owner)
-        if leaf != "weight" or not is_quantised(linear):
-            yield from to_hf(mapping, _deployed(mapping, tensor), model).items()
-            continue
-        for key, value in stored_linear(owner, linear).items():
+    """(Hugging Face name, tensor) of everything that ships, in the order of the model; on the first rank, whole."""
+
+    def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
+        linear = _quantised_linear(module, local)
+        if linear is None:
+            return {"": _deployed(mapping, part)}
+        stored = stored_linear(mapping.mcore.removesuffix(".weight"), linear)
+        return {key: part.like(value) for key, value in stored.items()}
+
+    for mapping, whole in gathered_mappings(module, model, own):
+        for key, value in whole.items():
             parts = to_hf(mapping, value, model) if value.dim() else dict.fromkeys(mapping.hf, value)
             for name, part in parts.items():
-                yield name.removesuffix("weight") + key, part
+                yield name.removesuffix("weight") + key if key else name, part
     yield from _kv_scale_tensors(module, model)
 
 
 def expected_weights(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, FP32 or BF16 value the student computes with) of every tensor but the scales."""
-    for mapping, tensor in _tensors(module, model):
-        owner, _, leaf = mapping.mcore.rpartition(".")
-        linear = module.get_submodule(owner)
-        quantised = leaf == "weight" and is_quantised(linear)
-        value = effective_weight(linear) if quantised else _deployed(mapping, tensor)
-        yield from to_hf(mapping, value, model).items()
+    """(Hugging Face name, FP32 or BF16 value the student computes with) of every tensor but the scales.
+
+    On the first rank, whole.
+    """
+
+    def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
+        linear = _quantised_linear(module, local)
+        return {"": _deployed(mapping, part) if linear is None else part.like(effective_weight(linear))}
+
+    for mapping, whole in gathered_mappings(module, model, own):
+        yield from to_hf(mapping, whole[""], model).items()
+
+
+def _quantised_linear(module: nn.Module, local: str) -> nn.Module | None:
+    """The linear whose quantised weight a tensor is."""
+    owner, _, leaf = local.rpartition(".")
+    linear = module.get_submodule(owner)
+    return linear if leaf == "weight" and is_quantised(linear) else None
 
 
 def quantization_config(model: ModelConfig, recipe: RecipeConfig) -> dict[str, Any]:
@@ -173,36 +194,42 @@ def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
     return sorted({*linears, *others}) + (["mtp*"] if model.mtp_num_layers else [])
 
 
-def _tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[Mapping, Tensor]]:
-    try:
-        yield from module_tensors(module, mappings(model))
-    except KeyError as error:
-        raise UserError(
-            f"Export needs the whole model in one process, and this one lacks {error}. Set parallel=single"
-        ) from None
-
-
-def _deployed(mapping: Mapping, tensor: Tensor) -> Tensor:
+def _deployed(mapping: Mapping, part: Part) -> Part:
     """What is not quantised, as it ships."""
-    return tensor.detach().to(torch.float32 if mapping.is_fp32 else torch.bfloat16)
+    return part._replace(tensor=part.tensor.to(torch.float32 if mapping.is_fp32 else torch.bfloat16))
 
 
 def _kv_scale_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    for name, hf_names in linear_names(model).items():
-        if not name.endswith("self_attention.linear_qkv"):
-            continue
-        scales = kv_scales(module.get_submodule(name.removesuffix("linear_qkv") + "core_attention"))
-        for which, scale in zip("kv", scales or (), strict=False):
-            owner = next(hf for hf in hf_names if hf.endswith(f"{which}_proj"))
+    attentions = {
+        name.removesuffix("linear_qkv") + "core_attention": hf_names
+        for name, hf_names in linear_names(model).items()
+        if name.endswith("self_attention.linear_qkv")
+    }
+
+    def own(name: str, local: str) -> dict[str, Part]:
+        scales = kv_scales(module.get_submodule(local))
+        return {which: Part(scale, None) for which, scale in zip("kv", scales or (), strict=False)}
+
+    held = {whole: local for whole, local in _local_modules(module).items() if whole in attentions}
+    for name, found in gathered(module, list(attentions), held, own):
+        for which, scale in found.items():
+            owner = next(hf for hf in attentions[name] if hf.endswith(f"{which}_proj"))
             yield f"{owner}.{which}_scale", scale
+
+
+def _local_modules(module: nn.Module) -> dict[str, str]:
+    """Name in the whole model -> name in this rank's part."""
+    placement = Placement(module)
+    return {placement.global_name(name): name for name, _ in module.named_modules()}
 
 
 def _check_formats(module: nn.Module, model: ModelConfig, recipe: RecipeConfig) -> None:
     """The configuration is written from the recipe, the tensors from the model: they must agree."""
+    local = _local_modules(module)
     wrong = [
         name
         for name, linear in formats(recipe, model).items()
-        if is_quantised(module.get_submodule(name)) != (linear.format != Format.bf16)
+        if name in local and is_quantised(module.get_submodule(local[name])) != (linear.format != Format.bf16)
     ]
     if wrong:
         raise UserError(f"recipe.name={recipe.name} and the model disagree about {show(wrong)}")

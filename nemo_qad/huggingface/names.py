@@ -214,18 +214,6 @@ def _group_rows(model: ModelConfig) -> list[int]:
     return [queries * attention.head_dim, attention.head_dim, attention.head_dim]
 
 
-def module_tensors(module: torch.nn.Module, table: list[Mapping]) -> Iterator[tuple[Mapping, Tensor]]:
-    """Each mapping with the module's parameter or buffer of that name, whichever spec built the module.
-
-    Raises:
-        KeyError: the module has no such tensor.
-    """
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
-    for mapping in table:
-        name = mapping.mcore if mapping.mcore in own else _fused_name(mapping.mcore)
-        yield mapping, own[name]
-
-
 def held_tensors(
     module: torch.nn.Module, table: list[Mapping]
 ) -> Iterator[tuple[Mapping, Tensor, Pieces | None]]:
@@ -234,18 +222,33 @@ def held_tensors(
     Raises:
         KeyError: the module is whole, and a mapping's tensor is not in it.
     """
-    placement, groups = Placement(module), module.pg_collection
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    own = {placement.global_name(name): (name, tensor) for name, tensor in tensors.items()}
+    groups, tensors = module.pg_collection, _tensors(module)
+    held = held_names(module, table)
     is_whole = groups.pp.size() == 1 and groups.ep.size() == 1  # type: ignore[union-attr, operator]
     for mapping in table:
-        name = mapping.mcore if mapping.mcore in own else _fused_name(mapping.mcore)
-        if name in own:
-            local, tensor = own[name]
-            group = groups.expt_tp if is_expert(local) else groups.tp  # type: ignore[union-attr]
-            yield mapping, tensor, pieces(tensor, group)  # type: ignore[arg-type]
+        if mapping.mcore in held:
+            tensor = tensors[held[mapping.mcore]]
+            yield mapping, tensor, tensor_cut(module, held[mapping.mcore], tensor)
         elif is_whole:
-            raise KeyError(name)
+            raise KeyError(mapping.mcore)
+
+
+def held_names(module: torch.nn.Module, table: list[Mapping]) -> dict[str, str]:
+    """Megatron-Core name in the whole model -> in this rank's part, of the mappings that it has a part of."""
+    placement = Placement(module)
+    own = {placement.global_name(name): name for name in _tensors(module)}
+    names = {m.mcore: m.mcore if m.mcore in own else _fused_name(m.mcore) for m in table}
+    return {mcore: own[name] for mcore, name in names.items() if name in own}
+
+
+def tensor_cut(module: torch.nn.Module, local: str, tensor: Tensor) -> Pieces | None:
+    """How a rank's tensor is cut over the tensor-parallel ranks of its kind."""
+    groups = module.pg_collection
+    return pieces(tensor, groups.expt_tp if is_expert(local) else groups.tp)  # type: ignore[union-attr, arg-type]
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _fused_name(mcore: str) -> str:

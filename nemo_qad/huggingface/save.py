@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_qad import agreement
 from nemo_qad.errors import UserError
 from nemo_qad.files import new_folder, readable, write_json
-from nemo_qad.huggingface.names import mappings, module_tensors, to_hf
+from nemo_qad.huggingface.gathered import Part, gathered_mappings
+from nemo_qad.huggingface.names import Mapping, to_hf
 from nemo_qad.schema import ModelConfig
 
 _TOKENIZER_FILES = (
@@ -105,22 +107,29 @@ def save_bf16(
     tokenizer_folder: Path | None,
     max_shard_gb: float,
 ) -> None:
-    """Write the model's weights in BF16 (the router's expert bias in FP32), replacing `folder`."""
-    write_folder(
-        hf_tensors(module, model),
-        folder,
-        config=hf_config(model),
-        extra_json={},
-        tokenizer_folder=tokenizer_folder,
-        max_shard_gb=max_shard_gb,
-    )
+    """Write the model's weights in BF16 (the router's expert bias in FP32), replacing `folder`; a collective call."""
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        write_folder(
+            tensors,
+            folder,
+            config=hf_config(model),
+            extra_json={},
+            tokenizer_folder=tokenizer_folder,
+            max_shard_gb=max_shard_gb,
+        )
+
+    agreement.first_reads(hf_tensors(module, model), write)
 
 
 def hf_tensors(module: torch.nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors as they ship in BF16: Hugging Face name, tensor."""
-    for mapping, tensor in module_tensors(module, mappings(model)):
-        dtype = torch.float32 if mapping.is_fp32 else torch.bfloat16
-        yield from to_hf(mapping, tensor.detach().to(dtype), model).items()
+    """The model's tensors as they ship in BF16: Hugging Face name, tensor; on the first rank, see `gathered`."""
+
+    def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
+        return {"": part._replace(tensor=part.tensor.to(torch.float32 if mapping.is_fp32 else torch.bfloat16))}
+
+    for mapping, whole in gathered_mappings(module, model, own):
+        yield from to_hf(mapping, whole[""], model).items()
 
 
 def write_folder(

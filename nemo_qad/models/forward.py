@@ -6,7 +6,7 @@ get None. B batch, S whole sequence, L = S / CP local tokens, D hidden, V true v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,35 @@ class Ranks:
         last = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
         dist.broadcast_object_list(box, src=last, group=self.groups.pp)
         return box[0]
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums over data-parallel ranks of what the last pipeline stage measured, the same to the last bit on all
+        ranks; a collective call of them."""
+        group = self.groups.dp
+        every: list[Any] = [list(values)]
+        if group.size() > 1:
+            every = [None] * group.size()
+            dist.all_gather_object(every, list(values), group=group)
+        return self.from_last_stage([sum(column) for column in zip(*every, strict=True)])
+
+    def merged(self, found: dict[int, Any]) -> dict[int, Any]:
+        """What data-parallel ranks found, each of its own numbers, on all ranks of the last stage and from there on
+        all; a collective call."""
+        group, every = self.groups.dp, [found]
+        if group.size() > 1:
+            every = [{} for _ in range(group.size())]
+            dist.all_gather_object(every, found, group=group)
+        return self.from_last_stage({number: value for each in every for number, value in each.items()})
+
+    def share(self, count: int) -> list[tuple[int, bool]]:
+        """This data-parallel rank's part of the numbers below `count`, and whether each is its own to count.
+
+        Every rank gets as many: experts on several ranks are called together or not at all, so a rank that has nothing
+        left does number 0 again, which does not count.
+        """
+        size = self.groups.dp.size()
+        numbers = [(number, True) for number in range(count)] + [(0, False)] * (-count % size)
+        return numbers[self.groups.dp.rank() :: size]
 
 
 def local_part(module: torch.nn.Module, values_BS: Tensor) -> Tensor:

@@ -34,8 +34,14 @@ def parameter_cut(module: nn.Module) -> Cut:
 def is_writer(module: nn.Module, name: str) -> bool:
     """Whether this rank is the one that answers for a tensor, by local name: the first of its replicas."""
     groups = _groups(module)
-    members = (groups.expt_tp, groups.expt_dp) if is_expert(name) else (groups.tp, groups.dp_cp)
-    return all(group.rank() == 0 for group in members)
+    return is_first_replica(module, name) and (groups.expt_tp if is_expert(name) else groups.tp).rank() == 0
+
+
+def is_first_replica(module: nn.Module, name: str) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor, by local name."""
+    groups = _groups(module)
+    found: bool = (groups.expt_dp if is_expert(name) else groups.dp_cp).rank() == 0
+    return found
 
 
 def gather(module: nn.Module, tensors: Mapping[str, Tensor], cut: Cut) -> dict[str, Tensor]:

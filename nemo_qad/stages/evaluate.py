@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from nemo_qad.evaluation.console import progress
-from nemo_qad.evaluation.metrics import held_out
 from nemo_qad.evaluation.tasks import Task, build_tasks, score
+from nemo_qad.models.forward import Ranks
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Stage
+from nemo_qad.sharding import sequence_multiple
 from nemo_qad.stages import qad
 from nemo_qad.stages.session import Session, peak_gib
 
@@ -22,7 +23,7 @@ def run(session: Session) -> dict[str, Any]:
     config = session.run.evaluation
     tasks = build_tasks(
         session.data, num_questions=config.num_questions, sequence_length=config.sequence_length,
-        seed=session.run.data.seed,
+        seed=session.run.data.seed, multiple=sequence_multiple(session.run.parallel),
     )  # fmt: skip
     distilled = session.folder.result(Stage.qad)
     names = ["bf16", "ptq"] + (["qad"] if distilled else [])
@@ -49,12 +50,12 @@ def run(session: Session) -> dict[str, Any]:
 
 def _measure(session: Session, module: torch.nn.Module, tasks: list[Task], bar: Any) -> dict[str, Any]:
     size = session.run.evaluation.micro_batch_size
-    logits = session.logits(module)
-    measured = held_out(session.projected(module), session.projected(session.teacher), session.evaluation_batches)
+    teacher, spread = session.projected(session.teacher), Ranks.of(module)
+    measured = session.held_out(module, teacher, session.evaluation_batches)
     bar.advance()
     scores = {"next_token_accuracy": measured.accuracy}
     for task in tasks:
-        scores[task.name] = float(score(task, logits, size).float().mean())
+        scores[task.name] = float(score(task, session.projected(module), size, spread).float().mean())
         bar.advance()
     return {
         "held_out_kl": measured.kl,

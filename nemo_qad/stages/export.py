@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nemo_qad import agreement
 from nemo_qad.files import require_space
 from nemo_qad.huggingface.export import expected_weights, export_student
 from nemo_qad.huggingface.verify import verify_folder
@@ -33,7 +34,9 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
         facts = export_student(
             student, target, run.model, run.recipe, session.data.tokenizer_folder, run.export.max_shard_gb
         )
-        verified = verify_folder(target, expected_weights(student, run.model))
+        verified = agreement.first_reads(
+            expected_weights(student, run.model), lambda weights: verify_folder(target, weights)
+        )
     session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
     result = {
         **facts,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from nemo_qad import agreement
 from nemo_qad.config import config_hash, to_yaml
 from nemo_qad.errors import RunFolderError, UserError
 from nemo_qad.files import disk_errors, read_json, sha256, write_json
@@ -21,14 +22,35 @@ def _differences(old: str, new: str) -> str:
 
 
 class RunFolder:
-    """RUN/config.yaml and its hash, RUN/stages/NAME.json as done-markers, RUN/.lock held by the owner."""
+    """RUN/config.yaml and its hash, RUN/stages/NAME.json as done-markers, RUN/.lock held by the owner.
 
-    def __init__(self, path: Path, run: RunConfig) -> None:
+    Of several ranks the first owns it; the others know from it what is finished, and write no marker.
+    """
+
+    def __init__(self, path: Path, run: RunConfig, *, owner: bool = True) -> None:
+        """
+        Raises:
+            RunFolderError: another process or configuration has the folder.
+        """
         self.path = path
+        self._lock: IO[str] | None = None
+        self._results: dict[Stage, dict[str, Any]] = {}
+        if owner:
+            self._open(run)
+
+    def _open(self, run: RunConfig) -> None:
+        path = self.path
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             self._take(path / ".lock")
         self._check_or_write_config(run)
+        for stage in Stage:
+            if self.marker(stage).exists():
+                self._results[stage] = read_json(self.marker(stage))
+
+    def share(self) -> None:
+        """Tells every rank what is finished; once, when the ranks have met."""
+        self._results = agreement.from_first(self._results)
 
     def _take(self, lock: Path) -> None:
         self._lock = lock.open("a")
@@ -40,7 +62,8 @@ class RunFolder:
             ) from None
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _check_or_write_config(self, run: RunConfig) -> None:
         digest, text = config_hash(run), to_yaml(run)
@@ -64,11 +87,13 @@ class RunFolder:
 
     def result(self, stage: Stage) -> dict[str, Any] | None:
         """What a finished stage reported, or None."""
-        path = self.marker(stage)
-        return read_json(path) if path.exists() else None
+        return self._results.get(stage)
 
     def check_files(self, stage: Stage) -> None:
-        """Raises UserError when a file of a finished stage is missing or has changed."""
+        """Raises UserError on every rank when a file of a finished stage is missing or has changed."""
+        agreement.first_alone(lambda: self._check_files(stage))
+
+    def _check_files(self, stage: Stage) -> None:
         result = self.result(stage) or {}
         for name, digest in result.get("files", {}).items():
             path = self.path / name
@@ -79,6 +104,13 @@ class RunFolder:
                 )
 
     def finish(self, stage: Stage, result: dict[str, Any], inputs: dict[str, Any], files: list[Path]) -> None:
-        """Writes the done-marker: the result, the digests of what it wrote, and what it was made from."""
+        """Writes the done-marker: the first rank's result, the digests of what it wrote, and what it was made from."""
+        self._results[stage] = agreement.first_alone(lambda: self._finish(stage, result, inputs, files))
+
+    def _finish(
+        self, stage: Stage, result: dict[str, Any], inputs: dict[str, Any], files: list[Path]
+    ) -> dict[str, Any]:
         digests = {str(f.relative_to(self.path)): sha256(f) for f in sorted(files)}
-        write_json(self.marker(stage), {**result, "inputs": inputs, "files": digests})
+        marker = {**result, "inputs": inputs, "files": digests}
+        write_json(self.marker(stage), marker)
+        return marker

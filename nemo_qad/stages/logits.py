@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_qad import runtime
+from nemo_qad import agreement, runtime
 from nemo_qad.config import to_plain
 from nemo_qad.data.datasets import training_batches
 from nemo_qad.distillation.kl import NonFiniteError
 from nemo_qad.distillation.sparse_kl import SparseLogits, reference_sparse_kl
 from nemo_qad.distillation.sparse_logits import sampled_logits, top_k_logits
-from nemo_qad.distillation.step import output_operands
 from nemo_qad.distillation.teacher_file import FORMAT, INDEX, Contents, Part, TeacherFile
 from nemo_qad.distillation.teacher_writer import SHARD_BYTES, Shard, Writer
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
-from nemo_qad.evaluation.metrics import CHUNK, held_out
+from nemo_qad.evaluation.metrics import CHUNK, ProjectedLogits, held_out
 from nemo_qad.files import require_space, sha256
+from nemo_qad.models.build import output_weight
+from nemo_qad.models.forward import Ranks, whole_hidden
+from nemo_qad.models.placement import pieces
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Loss, Stage
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
@@ -48,7 +50,7 @@ def run(session: Session) -> dict[str, Any]:
     reused = True
     if not given:
         with cache_lock(session.cache):
-            reused = (folder / INDEX).is_file()
+            reused = agreement.first_alone((folder / INDEX).is_file)
             if not reused:
                 write_file(session, folder, contents)
     TeacherFile(folder, contents, _remedy(session, folder))
@@ -128,21 +130,40 @@ def write_file(session: Session, folder: Path, contents: Contents, shard_bytes: 
     Raises:
         Interrupted: on request, after a batch; whole shards stay. UserError: no room, or the teacher is damaged.
     """
-    writer = Writer(folder, contents, _batch_sizes(session), shard_bytes)
+    # The first rank writes; all make the values together, whatever part of the teacher each has.
+    writer = Writer(folder, contents, _batch_sizes(session), shard_bytes) if agreement.is_first() else None
+    plan = agreement.from_first((writer.missing, writer.num_written, writer.num_bytes) if writer else None)
+    assert plan is not None
+    missing, num_written, num_bytes = plan
     total = sum(part.num_samples for part in contents.parts.values())
-    require_space(folder, writer.num_bytes, f"the teacher's file of {total - writer.num_written} samples")
-    if writer.num_written:
-        session.say(f"logits: continues after {writer.num_written} of {total} samples")
-    with deferred_stop() as stop, progress("logits", total, writer.num_written) as bar:
-        for shard in writer.missing:
+    require_space(folder, num_bytes, f"the teacher's file of {total - num_written} samples")
+    if num_written:
+        session.say(f"logits: continues after {num_written} of {total} samples")
+    weight_VD = _whole_output_weight(session.teacher)
+    with deferred_stop() as stop, progress("logits", total, num_written) as bar:
+        for shard in missing:
             batches = []
             for first, batch in _batches(session, shard):
-                batches.append(_sparse_batch(session, contents.parts[shard.part], first, batch["tokens"]))
+                batches.append(_sparse_batch(session, contents.parts[shard.part], first, batch["tokens"], weight_VD))
                 bar.advance(len(batch["tokens"]), tokens=batch["tokens"].numel())
-                if stop.requested:
-                    raise Interrupted(writer.num_written)
-            writer.write(shard, batches)
-    writer.finish()
+                if stop.agreed():
+                    raise Interrupted(num_written)
+            if writer:
+                writer.write(shard, batches)
+            num_written += sum(len(batch["tokens"]) for batch in batches)
+    if writer:
+        writer.finish()
+    agreement.from_first(None)  # no rank reads it before it is whole
+
+
+def _whole_output_weight(teacher: torch.nn.Module) -> Tensor | None:
+    """[padded vocabulary, D] on each rank of the last pipeline stage, None on others."""
+    ranks = Ranks.of(teacher)
+    if not ranks.is_last_stage:
+        return None
+    weight_vD = output_weight(teacher).detach()
+    cut = pieces(weight_vD, ranks.groups.tp)
+    return cut.whole(weight_vD) if cut and cut.group.size() > 1 else weight_vD
 
 
 def _batches(session: Session, shard: Shard) -> Iterator[tuple[int, Batch]]:
@@ -156,8 +177,8 @@ def _batches(session: Session, shard: Shard) -> Iterator[tuple[int, Batch]]:
         yield shard.start + number * size, batch
 
 
-def train_batches(session: Session, start: int, stop: int) -> Iterator[Batch]:
-    """The micro-batches that QAD reads, from sample `start` to `stop` - 1."""
+def train_batches(session: Session, start: int, stop: int, *, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
+    """The micro-batches that QAD reads, from sample `start` to `stop` - 1; those of one data-parallel rank."""
     config = session.run.qad
     return training_batches(
         session.data,
@@ -166,14 +187,28 @@ def train_batches(session: Session, start: int, stop: int) -> Iterator[Batch]:
         num_samples=stop,
         seed=session.run.seed,
         start_sample=start,
+        data_parallel_rank=rank,
+        data_parallel_size=num_ranks,
     )
 
 
 @torch.no_grad()
-def _sparse_batch(session: Session, part: Part, first: int, tokens_BS: Tensor) -> dict[str, Tensor]:
+def _sparse_batch(
+    session: Session, part: Part, first: int, tokens_BS: Tensor, weight_VD: Tensor | None
+) -> dict[str, Tensor]:
     """What `Writer.write` takes of the samples from number `first` on; the teacher's logits never exist whole."""
-    teacher, size = session.teacher, tokens_BS.shape
-    hidden_TD, weight_vD = output_operands(teacher, tokens_BS.to(runtime.device()))
+    teacher, found = session.teacher, None
+    hidden_BSD = whole_hidden(teacher, tokens_BS.to(runtime.device()))
+    if hidden_BSD is not None and weight_VD is not None:
+        found = _sparse_values(session, part, first, hidden_BSD, weight_VD)
+    return {"tokens": tokens_BS, **Ranks.of(teacher).from_last_stage(found)}
+
+
+def _sparse_values(
+    session: Session, part: Part, first: int, hidden_BSD: Tensor, weight_VD: Tensor
+) -> dict[str, Tensor]:
+    """indices, log_prob [B, S, K] and, of the exact form, log_tail [B, S], on the CPU."""
+    size, hidden_TD = hidden_BSD.shape[:2], hidden_BSD.flatten(0, 1)
     settings: dict[str, Any] = {
         "vocab_size": session.run.model.vocab_size,
         "temperature": part.temperature,
@@ -181,25 +216,24 @@ def _sparse_batch(session: Session, part: Part, first: int, tokens_BS: Tensor) -
     }
     try:
         if part.kind == Loss.top_k.value:
-            sparse = top_k_logits(hidden_TD, weight_vD, k=part.sparse_values, **settings)
+            sparse = top_k_logits(hidden_TD, weight_VD, k=part.sparse_values, **settings)
         else:
             uniform_T = torch.cat([_uniform(session.run.seed, first + i, size[1]) for i in range(size[0])])
             settings["uniform_T"] = uniform_T.to(hidden_TD.device)
-            sparse = sampled_logits(hidden_TD, weight_vD, num_samples=part.sparse_values, **settings)
+            sparse = sampled_logits(hidden_TD, weight_VD, num_samples=part.sparse_values, **settings)
     except NonFiniteError as error:
         row, position = divmod(error.token, size[1])
         raise UserError(
             f"logits: token {position} of sample {first + row}: {error.source}. The teacher in "
             f"{session.teacher_folder} is damaged: bring a good one"
         ) from None
-    batch = {
-        "tokens": tokens_BS,
+    values = {
         "indices": sparse.indices_TK.unflatten(0, size).cpu(),
         "log_prob": sparse.log_prob_TK.unflatten(0, size).cpu(),
     }
     if sparse.log_tail_T is not None:
-        batch["log_tail"] = sparse.log_tail_T.unflatten(0, size).cpu()
-    return batch
+        values["log_tail"] = sparse.log_tail_T.unflatten(0, size).cpu()
+    return values
 
 
 def _uniform(seed: int, sample: int, sequence_length: int) -> Tensor:
@@ -208,11 +242,12 @@ def _uniform(seed: int, sample: int, sequence_length: int) -> Tensor:
     return torch.from_numpy(generator.random(sequence_length, dtype=np.float32))
 
 
-def with_teacher(batches: Iterator[Batch], file: TeacherFile, part: str, start: int) -> Iterator[Batch]:
-    """Adds the file's teacher_* tensors to batches, the first of which begins with sample `start`."""
-    for batch in batches:
-        yield {**batch, **file.read(part, start, batch["tokens"])}
-        start += len(batch["tokens"])
+def with_teacher(
+    batches: Iterator[Batch], file: TeacherFile, part: str, start: int, stride: int
+) -> Iterator[Batch]:
+    """Adds the file's teacher_* tensors to batches: the first begins with sample `start`, the next `stride` later."""
+    for number, batch in enumerate(batches):
+        yield {**batch, **file.read(part, start + number * stride, batch["tokens"])}
 
 
 def validate(session: Session, file: TeacherFile, student: torch.nn.Module) -> tuple[float, float]:
@@ -223,38 +258,42 @@ def validate(session: Session, file: TeacherFile, student: torch.nn.Module) -> t
     Raises:
         UserError: they are not finite, or the file does not belong to the held-out text.
     """
-    logits, current, kl, count = session.logits(student), Batch(), 0.0, 0
+    projected, ranks, kl, count = session.projected(student), Ranks.of(student), 0.0, 0
+    batches, size, current = session.validation_batches, session.run.evaluation.micro_batch_size, Batch()
 
     def remembered() -> Iterator[Batch]:
         nonlocal current
-        for batch in with_teacher(iter(session.validation_batches), file, "validation", 0):
-            current = batch
-            yield batch
+        mine = ranks.share(len(batches))
+        for batch, (number, _) in zip(session.deal(student, batches), mine, strict=True):
+            current = {**batch, **file.read("validation", number * size, batch["tokens"])}
+            yield current
 
-    def compared(tokens_BS: Tensor) -> Tensor:
+    def compared(tokens_BS: Tensor) -> ProjectedLogits | None:
         nonlocal kl, count
-        logits_BSV = logits(tokens_BS)
-        part_kl, part_count = _batch_kl(current, logits_BSV)
-        kl, count = kl + part_kl, count + part_count
-        return logits_BSV
+        logits = projected(tokens_BS)
+        if logits is not None:
+            part_kl, part_count = _batch_kl(current, logits)
+            kl, count = kl + part_kl, count + part_count
+        return logits
 
     with deployed_weights(student):
-        measured = held_out(compared, None, remembered())
-    return kl / count, measured.perplexity
+        measured = held_out(compared, None, remembered(), ranks.total)
+    total_kl, total_count = ranks.total((kl, count))
+    return total_kl / total_count, measured.perplexity
 
 
-def _batch_kl(batch: Batch, logits_BSV: Tensor) -> tuple[float, int]:
+def _batch_kl(batch: Batch, logits: ProjectedLogits) -> tuple[float, int]:
     """Sum and count of the KL of one batch, `CHUNK` tokens at a time."""
-    student_TV, mask_T = logits_BSV.flatten(0, 1), batch["loss_mask"].flatten()
+    student, mask_T = replace(logits, hidden=logits.hidden.flatten(0, 1)), batch["loss_mask"].flatten()
     names = ("teacher_indices", "teacher_log_prob", "teacher_log_tail")
-    indices_TK, log_prob_TK, log_tail_T = (batch[name].flatten(0, 1).to(student_TV.device) for name in names)
+    indices_TK, log_prob_TK, log_tail_T = (batch[name].flatten(0, 1).to(student.device) for name in names)
     kl, count = 0.0, 0
-    for start in range(0, len(student_TV), CHUNK):
+    for start in range(0, len(mask_T), CHUNK):
         part = slice(start, start + CHUNK)
         teacher = SparseLogits(indices_TK[part], log_prob_TK[part], log_tail_T[part])
-        mask = mask_T[part].to(student_TV.device)
+        mask = mask_T[part].to(student.device)
         chunk_kl, chunk_count = reference_sparse_kl(
-            teacher, student_TV[part], mask, vocab_size=student_TV.shape[-1], temperature=1.0
+            teacher, student[part].float(), mask, vocab_size=logits.vocab_size, temperature=1.0
         )
         kl, count = kl + float(chunk_kl), count + int(chunk_count)
     return kl, count

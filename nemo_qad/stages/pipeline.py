@@ -18,7 +18,8 @@ from nemo_qad.evaluation.plots import write_plots
 from nemo_qad.evaluation.report import write_report
 from nemo_qad.evaluation.results import read_results
 from nemo_qad.files import write_json
-from nemo_qad.runtime import process_groups
+from nemo_qad.ranks import is_first_rank
+from nemo_qad.runtime import identity, process_groups
 from nemo_qad.schema import RunConfig, Stage
 from nemo_qad.stages import evaluate, export, logits, ptq, qad, teacher
 from nemo_qad.stages.folder import RunFolder
@@ -48,7 +49,7 @@ RUNNERS: dict[Stage, Runner] = {
 
 
 def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs the configured stages and returns the summary that a sweep's table shows.
+    """Runs the configured stages and returns the summary that a sweep's table shows; nothing on ranks after the first.
 
     Args:
         overrides: the command line that gave `run`, recorded so that reports can name the next command.
@@ -57,16 +58,21 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         UserError: with what to do about it; finished stages stay finished.
     """
     _refuse_unsupported(run)
-    folder = RunFolder(run_folder(run), run)
+    first = is_first_rank()
+    folder = RunFolder(run_folder(run), run, owner=first)
     try:
-        write_json(folder.path / "environment.json", {**_environment(), "overrides": list(overrides)})
-        with process_groups(run.parallel, seed=run.seed, threads=run.threads):
+        if first:
+            write_json(folder.path / "environment.json", {**_environment(), "overrides": list(overrides)})
+        with process_groups(run.parallel, seed=run.seed, threads=run.threads, identity=identity(run)):
+            folder.share()
             torch.use_deterministic_algorithms(run.deterministic)
             session = Session(run, folder, say)
             _run_teacher(session)
             for stage in RUNNERS:
                 if stage in run.stages and _applies(stage, run):
                     _run_stage(session, stage)
+        if not first:
+            return {}
         if Stage.report in run.stages:
             _report(folder)
         else:
@@ -81,12 +87,6 @@ def _applies(stage: Stage, run: RunConfig) -> bool:
 
 
 def _refuse_unsupported(run: RunConfig) -> None:
-    ranks = run.parallel.nodes * run.parallel.ranks_per_node
-    if ranks > 1:
-        raise ConfigError(
-            "parallel", run.parallel.name, f"asks for {ranks} ranks; runs on more than one rank are not supported yet",
-            "Use parallel=single",
-        )  # fmt: skip
     if run.teacher.path is None and run.model.name != "tiny_hybrid" and run.model.hidden_size > 1024:
         raise ConfigError(
             "teacher.path", None, f"model={run.model.name} is too large to train from scratch",

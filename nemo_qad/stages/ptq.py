@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_qad import agreement
 from nemo_qad.checkpoint.tensors import META, TENSORS, save_tensors
 from nemo_qad.evaluation.console import coverage_table
 from nemo_qad.evaluation.layer_errors import FILE, LayerErrors, write_errors
@@ -45,8 +46,13 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
     layer_table(errors, layers)
     kl, perplexity = session.validate(student)
     session.say(f"ptq: held-out KL {kl:.5f} nats per token")
-    save_tensors(folder(session), student_tensors(student), {"held_out_kl": kl})
-    write_errors(layers, errors)  # after the tensors, which come with a new folder
+    tensors = student_tensors(student)
+
+    def write() -> None:
+        save_tensors(folder(session), tensors, {"held_out_kl": kl})
+        write_errors(layers, errors)  # after the tensors, which come with a new folder
+
+    agreement.first_alone(write)
     result = {
         "seconds": time.monotonic() - started,
         "coverage": rows,

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from nemo_qad import agreement
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensors
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.distillation.teacher_file import TeacherFile
 from nemo_qad.evaluation.console import progress
+from nemo_qad.models.forward import Ranks
 from nemo_qad.quantization.in_place import student_weights
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Keep
@@ -84,6 +86,7 @@ class Distillation:
             self.session.say(f"qad: continues after step {self.trainer.step}")
         log = MetricsLog(self.session.folder.path, "qad", start_step=self.trainer.step)
         try:
+            agreement.require_same("the newest checkpoint of QAD at step", self.trainer.step)
             if not found:
                 self._validate(log)
                 self.first_kl = self.last_kl
@@ -93,10 +96,13 @@ class Distillation:
         return self._hand_on(time.monotonic() - started)
 
     def _batches(self) -> Iterator[Batch]:
-        config = self.config
-        start = self.trainer.step * config.global_batch_size
-        batches = logits.train_batches(self.session, start, config.steps * config.global_batch_size)
-        return batches if self.file is None else logits.with_teacher(batches, self.file, "train", start)
+        config, data = self.config, Ranks.of(self.student).groups.dp
+        start, stop = self.trainer.step * config.global_batch_size, config.steps * config.global_batch_size
+        batches = logits.train_batches(self.session, start, stop, rank=data.rank(), num_ranks=data.size())
+        if self.file is None:
+            return batches
+        first = start + data.rank() * config.micro_batch_size
+        return logits.with_teacher(batches, self.file, "train", first, config.micro_batch_size * data.size())
 
     def _measure(self) -> tuple[float, float]:
         """Held-out KL and perplexity of the weights now in the student."""
@@ -107,7 +113,8 @@ class Distillation:
 
     def _loop(self, log: MetricsLog) -> None:
         config, trainer = self.config, self.trainer
-        batches, num_micro = self._batches(), config.global_batch_size // config.micro_batch_size
+        batches, replicas = self._batches(), Ranks.of(self.student).groups.dp.size()
+        num_micro = config.global_batch_size // (config.micro_batch_size * replicas)
         with deferred_stop() as stop, progress("qad", config.steps, trainer.step) as bar:
             while trainer.step < config.steps:
                 started = time.monotonic()
@@ -120,14 +127,16 @@ class Distillation:
                 if trainer.step % config.validate_every == 0 or trainer.step == config.steps:
                     self._validate(log)
                 bar.advance(tokens=result.num_tokens, kl=result.loss, held_out_kl=self.last_kl)
-                if stop.requested or trainer.step % config.save_every == 0 or trainer.step == config.steps:
+                stopping = stop.agreed()
+                if stopping or trainer.step % config.save_every == 0 or trainer.step == config.steps:
                     self._save()
-                if stop.requested and trainer.step < config.steps:
+                if stopping and trainer.step < config.steps:
                     raise Interrupted(trainer.step)
 
     def _save(self) -> None:
         meta = {"best": vars(self.best), "first_kl": self.first_kl, "last_kl": self.last_kl}
-        save_step(self.root / "checkpoints", self.trainer.step, self.trainer.state(), meta)
+        state, folder = self.trainer.state(), self.root / "checkpoints"
+        agreement.first_alone(lambda: save_step(folder, self.trainer.step, state, meta))
 
     def _validate(self, log: MetricsLog) -> None:
         """Held-out KL of the student and, if there is one, of its average; the better of all is stored."""
@@ -149,15 +158,19 @@ class Distillation:
 
     def _store(self, folder: Path) -> None:
         with self.trainer.latent(), deployed_weights(self.student):
-            save_tensors(folder, student_tensors(self.student), vars(self.best))
+            tensors = student_tensors(self.student)
+            agreement.first_alone(lambda: save_tensors(folder, tensors, vars(self.best)))
+
+    def _copy_best(self, target: Path) -> dict[str, Any]:
+        tensors, meta = load_tensors(self.root / "best")
+        save_tensors(target, tensors, meta)
+        return meta
 
     def _hand_on(self, seconds: float) -> tuple[dict[str, Any], list[Path]]:
         target, step = student_folder(self.session), self.trainer.step
         if self.config.keep is Keep.best:
-            tensors, meta = load_tensors(self.root / "best")
-            kept, kl = {"student": "best"}.get(meta["kind"], meta["kind"]), meta["kl"]
-            save_tensors(target, tensors, meta)
-            step = meta["step"]
+            meta = agreement.first_alone(lambda: self._copy_best(target))
+            kept, kl, step = {"student": "best"}.get(meta["kind"], meta["kind"]), meta["kl"], meta["step"]
         else:
             kept, kl = "last", self.last_kl
             self._store(target)

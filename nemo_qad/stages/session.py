@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_qad import runtime
+from nemo_qad import agreement, runtime
 from nemo_qad.data.datasets import held_out_batches, training_batches
 from nemo_qad.data.prepare import PreparedData, prepare
-from nemo_qad.distillation.step import output_operands
-from nemo_qad.evaluation.metrics import LogitsFn, ProjectedLogits, held_out
+from nemo_qad.distillation.step import output_operands_of
+from nemo_qad.evaluation.metrics import HeldOut, LogitsFn, ProjectedLogits, held_out
 from nemo_qad.files import disk_errors
 from nemo_qad.huggingface.load import load_weights
-from nemo_qad.models.build import build_model, evaluating, logits_fn
+from nemo_qad.models.build import build_model, evaluating
+from nemo_qad.models.forward import Ranks, whole_hidden
 from nemo_qad.models.whole import gather, own_parts, parameter_cut
 from nemo_qad.quantization.sharded_scales import own_scales, whole_scales
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
@@ -28,15 +29,22 @@ from nemo_qad.schema import ModelConfig, RecipeConfig, RunConfig
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.training.trainer import Batch
 
+Projected = Callable[[Tensor], ProjectedLogits | None]
 
 def peak_gib() -> float:
-    """Peak resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """Peak resident memory so far, in GiB, of the rank that had most; a collective call."""
+    return max(agreement.of_all(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
 
 
 @contextmanager
 def cache_lock(cache: Path) -> Iterator[None]:
-    """One builder at a time in the shared cache: a sweep's jobs wait instead of building twice."""
+    """One builder at a time in the shared cache: a sweep's jobs wait instead of building twice.
+
+    Of several ranks the first holds the lock, and the others go on: what they do inside must wait for the first.
+    """
+    if not agreement.is_first():
+        yield
+        return
     with disk_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / ".cache.lock").open("a") as lock:  # not the name of a run folder's: they may be one folder
@@ -59,8 +67,11 @@ class Session:
 
     @cached_property
     def data(self) -> PreparedData:
-        with cache_lock(self.cache):
-            return prepare(self.run.data, self.run.model.vocab_size, self.cache, self.say)
+        def prepared() -> PreparedData:
+            with cache_lock(self.cache):
+                return prepare(self.run.data, self.run.model.vocab_size, self.cache, self.say)
+
+        return agreement.first_alone(prepared)
 
     @property
     def sequence_length(self) -> int:
@@ -128,25 +139,41 @@ class Session:
     def evaluation_batches(self) -> list[Batch]:
         return self._held_out[1]
 
-    def logits(self, module: torch.nn.Module) -> Callable[[Tensor], Tensor]:
-        """Whole logits, for short texts."""
-        return logits_fn(module, self.run.model.vocab_size)
+    def projected(self, module: torch.nn.Module) -> Projected:
+        """A model's logits, made where they are looked at; None on a pipeline stage before the last.
 
-    def projected(self, module: torch.nn.Module) -> LogitsFn:
-        """The same logits, made where they are looked at, for texts of any length."""
+        Every rank calls with the same tokens, or data-parallel ranks each with as many batches of their own.
+        """
+        group, vocab_size = Ranks.of(module).groups.tp, self.run.model.vocab_size
 
-        def hidden(tokens_BS: Tensor) -> ProjectedLogits:
+        def hidden(tokens_BS: Tensor) -> ProjectedLogits | None:
             with evaluating(module):
-                hidden_TD, weight_vD = output_operands(module, tokens_BS.to(runtime.device()))
-            return ProjectedLogits(hidden_TD.unflatten(0, tokens_BS.shape), weight_vD[: self.run.model.vocab_size])
+                hidden_BSD = whole_hidden(module, tokens_BS.to(runtime.device()))
+                if hidden_BSD is None:
+                    return None
+                hidden_BSD, weight_vD = output_operands_of(module, hidden_BSD)
+            return ProjectedLogits(hidden_BSD, weight_vD, vocab_size, group)
 
         return hidden
 
+    def held_out(self, student: torch.nn.Module, teacher: LogitsFn | None, batches: list[Batch]) -> HeldOut:
+        """Measures on batches dealt out over data-parallel ranks; the same on every rank.
+
+        Args:
+            teacher: to be called once for each of `deal(batches)`, in their order.
+        """
+        return held_out(self.projected(student), teacher, self.deal(student, batches), Ranks.of(student).total)
+
+    def deal(self, module: torch.nn.Module, batches: list[Batch]) -> list[Batch]:
+        """This data-parallel rank's batches, as many as each rank's."""
+        shared = [(batches[number], counts) for number, counts in Ranks.of(module).share(len(batches))]
+        return [b if counts else {**b, "loss_mask": torch.zeros_like(b["loss_mask"])} for b, counts in shared]
+
     @cached_property
-    def _teacher_on_validation(self) -> list[Tensor | ProjectedLogits]:
+    def _teacher_on_validation(self) -> list[ProjectedLogits | None]:
         """Hidden states, kept as dense QAD asks for them at each validation."""
         teacher = self.projected(self.teacher)
-        return [teacher(batch["tokens"]) for batch in self.validation_batches]
+        return [teacher(batch["tokens"]) for batch in self.deal(self.teacher, self.validation_batches)]
 
     def _validation_teacher(self) -> LogitsFn:
         """The teacher on the validation batches, to be called once a batch in their order."""
@@ -163,7 +190,7 @@ class Session:
         """
         teacher = self._validation_teacher()
         with deployed_weights(student):
-            measured = held_out(self.projected(student), teacher, self.validation_batches)
+            measured = self.held_out(student, teacher, self.validation_batches)
         assert measured.kl is not None
         return measured.kl, measured.perplexity
 

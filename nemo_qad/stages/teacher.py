@@ -1,4 +1,7 @@
-"""Stage teacher: the BF16 model, read from a folder or trained from scratch once and cached."""
+"""Stage teacher: the BF16 model, read from a folder or trained from scratch once and cached.
+
+The embedded teacher is trained by one rank, whatever the layout of the run: so every layout has the same teacher.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,24 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nemo_qad import agreement, config, launcher, runtime
 from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.config import to_plain
 from nemo_qad.data import tokenizer
 from nemo_qad.data.datasets import training_batches, unigram_loss
 from nemo_qad.errors import UserError
-from nemo_qad.evaluation.console import progress
-from nemo_qad.evaluation.metrics import held_out
+from nemo_qad.evaluation.console import progress, say
 from nemo_qad.files import read_json, require_space, write_json
 from nemo_qad.huggingface.load import weight_files, weights_digest
 from nemo_qad.huggingface.save import save_bf16
-from nemo_qad.schema import Stage
+from nemo_qad.schema import ParallelConfig, RunConfig, Stage
+from nemo_qad.stages.folder import RunFolder
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
 from nemo_qad.training.interrupt import Interrupted, deferred_stop
 from nemo_qad.training.language_model import LanguageModelLoss
@@ -37,15 +44,11 @@ def run(session: Session) -> dict[str, Any]:
     path = session.run.teacher.path
     if path is not None:
         folder, facts = Path(path), {"reused": True}
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"teacher.path={path}: no config.json there. Give the folder of a Hugging Face checkpoint "
-                "of this model, or leave teacher.path out to train the embedded teacher"
-            )
-        _check_tokenizer(session, folder)
+        _ = session.data  # which all ranks have before the first looks at it
+        agreement.first_alone(lambda: _check_folder(session, folder))
     else:
         folder, facts = _cached(session)
-    session.teacher_folder, session.teacher_digest = folder, weights_digest(folder)
+    session.teacher_folder, session.teacher_digest = folder, agreement.first_alone(lambda: weights_digest(folder))
     if session.folder.result(Stage.teacher) is None:
         _ = session.teacher  # reads and checks every tensor before anything is spent on it; later the digest tells
     return {
@@ -58,7 +61,13 @@ def run(session: Session) -> dict[str, Any]:
     }
 
 
-def _check_tokenizer(session: Session, folder: Path) -> None:
+def _check_folder(session: Session, folder: Path) -> None:
+    """That it is a checkpoint, whose tokenizer is the data's."""
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"teacher.path={folder}: no config.json there. Give the folder of a Hugging Face checkpoint "
+            "of this model, or leave teacher.path out to train the embedded teacher"
+        )
     if not (folder / "tokenizer.json").is_file():
         session.say(f"teacher: {folder} has no tokenizer.json, so its words cannot be compared with the data's")
         return
@@ -78,17 +87,33 @@ def _key(session: Session) -> str:
 def _cached(session: Session) -> tuple[Path, dict[str, Any]]:
     _ = session.data  # takes the lock by itself
     root = session.cache / f"teacher-{_key(session)}"
+    return root / "model", agreement.first_alone(lambda: _find_or_make(session, root))
+
+
+def _find_or_make(session: Session, root: Path) -> dict[str, Any]:
+    """What is known of the teacher's training. On several ranks one process more trains it."""
     facts = root / "training.json"
+    if session.run.parallel.ranks_per_node * session.run.parallel.nodes > 1 and not facts.exists():
+        launcher.run("nemo_qad.stages.teacher:make", (session.run,), 1)
+        return {**read_json(facts), "reused": False}
     with cache_lock(session.cache):
         if facts.exists():
             known = read_json(facts)
             if weights_digest(root / "model") != known["digest"]:
                 raise UserError(f"{root}: the cached teacher has changed. Delete the folder to train it again")
             session.say(f"teacher: reused from {root}")
-            return root / "model", {**known, "reused": True}
+            return {**known, "reused": True}
         result = _train(session, root)
         write_json(facts, result)
-        return root / "model", {**result, "reused": False}
+        return {**result, "reused": False}
+
+
+def make(run: RunConfig) -> None:
+    """Finds or trains the embedded teacher of a run in this process alone; it is in the cache then."""
+    run = replace(run, parallel=ParallelConfig(name="single"))
+    with runtime.process_groups(run.parallel, seed=run.seed, threads=run.threads):
+        torch.use_deterministic_algorithms(run.deterministic)
+        _cached(Session(run, RunFolder(config.run_folder(run), run, owner=False), say))
 
 
 def _micro_batches(session: Session, start: int) -> Iterator[Batch]:
@@ -104,13 +129,13 @@ def _micro_batches(session: Session, start: int) -> Iterator[Batch]:
 
 
 def _train(session: Session, root: Path) -> dict[str, Any]:
-    config, vocab_size = session.run.teacher, session.run.model.vocab_size
+    settings, vocab_size = session.run.teacher, session.run.model.vocab_size
     module = session.build(balance_experts=True)
     num_parameters = sum(p.numel() for p in module.parameters())
     require_space(root, 40 * num_parameters, "the teacher with its checkpoints")
     trainer = Trainer(
         module,
-        teacher_settings(config),
+        teacher_settings(settings),
         LanguageModelLoss(vocab_size=vocab_size),
         precision=session.run.model.precision,
     )
@@ -124,11 +149,11 @@ def _train(session: Session, root: Path) -> dict[str, Any]:
 
 
 def _loop(session: Session, trainer: Trainer, root: Path) -> None:
-    config = session.run.teacher
-    tokens = config.global_batch_size * config.sequence_length
+    settings = session.run.teacher
+    tokens = settings.global_batch_size * settings.sequence_length
     batches = _micro_batches(session, trainer.step)
-    with deferred_stop() as stop, progress("teacher", config.steps, trainer.step) as bar:
-        while trainer.step < config.steps:
+    with deferred_stop() as stop, progress("teacher", settings.steps, trainer.step) as bar:
+        while trainer.step < settings.steps:
             result = trainer.train_step(list(itertools.islice(batches, 1)))
             bar.advance(tokens=tokens, loss=result.loss)
             if stop.requested or trainer.step % 200 == 0:
@@ -140,7 +165,7 @@ def _loop(session: Session, trainer: Trainer, root: Path) -> None:
 def _judge(session: Session, root: Path, num_parameters: int) -> dict[str, Any]:
     """Held-out loss of the BF16 weights as written, against the unigram model's."""
     session.teacher_folder = root / "model"
-    measured = held_out(session.projected(session.teacher), None, session.evaluation_batches)
+    measured = session.held_out(session.teacher, None, session.evaluation_batches)
     unigram = unigram_loss(session.data)
     session.say(f"teacher: held-out loss {measured.loss:.3f} nats, a unigram model has {unigram:.3f}")
     if measured.loss > 0.9 * unigram:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from nemo_qad import agreement
+
 
 class Interrupted(KeyboardInterrupt):
     """Training stopped on request after a whole step; `step` steps are saved."""
@@ -25,6 +27,10 @@ class StopRequest:
     """Whether someone asked the loop to stop."""
 
     requested = False
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked: a collective call, so that all of them stop after the same step."""
+        return agreement.any_rank(self.requested)
 
 
 @contextmanager

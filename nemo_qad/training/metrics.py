@@ -7,12 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nemo_qad import agreement
+
 
 class MetricsLog:
     """Appends to RUN/metrics.jsonl and RUN/tensorboard. Reopening at a step drops what came after it,
-    so that a continued run leaves the same record as an uninterrupted one."""
+    so that a continued run leaves the same record as an uninterrupted one. Of several ranks the first writes."""
 
     def __init__(self, run_dir: Path, stage: str, *, start_step: int) -> None:
+        self._writes = agreement.is_first()
+        if not self._writes:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self._stage = stage
@@ -39,11 +44,15 @@ class MetricsLog:
 
     def write(self, step: int, **values: Any) -> None:
         """One line: {"stage": ..., "step": step, name: value, ...}."""
+        if not self._writes:
+            return
         self._file.write(json.dumps({"stage": self._stage, "step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(f"{self._stage}/{name}", value, step)
 
     def close(self) -> None:
+        if not self._writes:
+            return
         self._file.close()
         self._board.close()

@@ -80,10 +80,10 @@ def test_decoded_folder_computes_the_students_logits(tmp_path: Path) -> None:
     verify_folder(tmp_path / "export", decoded.items())
     save_bf16(module, tmp_path / "bf16", MODEL, None, 5.0)
     load_weights(plain, tmp_path / "bf16", MODEL)
-    from nemo_qad.huggingface.names import mappings, module_tensors, to_mcore
+    from nemo_qad.huggingface.names import held_tensors, mappings, to_mcore
 
     with torch.no_grad():
-        for mapping, tensor in module_tensors(plain, mappings(MODEL)):
+        for mapping, tensor, _ in held_tensors(plain, mappings(MODEL)):
             tensor.copy_(to_mcore(mapping, decoded, MODEL))
     tokens = batches(MODEL)[0]["tokens"]
     with deployed_weights(module):

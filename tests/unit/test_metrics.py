@@ -139,9 +139,6 @@ def test_logits_made_on_demand_are_those_of_the_whole_batch() -> None:
     sizes = []
 
     class Watched(ProjectedLogits):
-        def __getitem__(self, tokens: slice | Tensor) -> ProjectedLogits:
-            return Watched(self.hidden[tokens], self.weight)
-
         def float(self) -> Tensor:
             sizes.append(self.hidden.shape[0])
             return super().float()
@@ -149,7 +146,7 @@ def test_logits_made_on_demand_are_those_of_the_whole_batch() -> None:
     tables = [table_model(seed)(torch.arange(VOCAB)) for seed in (1, 2)]
     batches = make_batches()
     watched = [
-        lambda tokens, t=table: Watched(torch.nn.functional.one_hot(tokens, VOCAB).float(), t.T) for table in tables
+        lambda tokens, t=table: Watched(torch.nn.functional.one_hot(tokens, VOCAB).float(), t.T, VOCAB) for table in tables
     ]
     found = held_out(*watched, batches)
     assert found == held_out(*(lambda tokens, t=table: t[tokens] for table in tables), batches)
