@@ -23,15 +23,14 @@ from nemo_qad.data.datasets import training_batches
 from nemo_qad.distillation.kl import NonFiniteError
 from nemo_qad.distillation.sparse_kl import SparseLogits, reference_sparse_kl
 from nemo_qad.distillation.sparse_logits import sampled_logits, top_k_logits
+from nemo_qad.distillation.step import output_operands_of
 from nemo_qad.distillation.teacher_file import FORMAT, INDEX, Contents, Part, TeacherFile
 from nemo_qad.distillation.teacher_writer import SHARD_BYTES, Shard, Writer
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
 from nemo_qad.evaluation.metrics import CHUNK, ProjectedLogits, held_out
 from nemo_qad.files import require_space, sha256
-from nemo_qad.models.build import output_weight
 from nemo_qad.models.forward import Ranks, whole_hidden
-from nemo_qad.models.placement import pieces
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Loss, Stage
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
@@ -139,12 +138,11 @@ def write_file(session: Session, folder: Path, contents: Contents, shard_bytes: 
     require_space(folder, num_bytes, f"the teacher's file of {total - num_written} samples")
     if num_written:
         session.say(f"logits: continues after {num_written} of {total} samples")
-    weight_VD = _whole_output_weight(session.teacher)
     with deferred_stop() as stop, progress("logits", total, num_written) as bar:
         for shard in missing:
             batches = []
             for first, batch in _batches(session, shard):
-                batches.append(_sparse_batch(session, contents.parts[shard.part], first, batch["tokens"], weight_VD))
+                batches.append(_sparse_batch(session, contents.parts[shard.part], first, batch["tokens"]))
                 bar.advance(len(batch["tokens"]), tokens=batch["tokens"].numel())
                 if stop.agreed():
                     raise Interrupted(num_written)
@@ -154,16 +152,6 @@ def write_file(session: Session, folder: Path, contents: Contents, shard_bytes: 
     if writer:
         writer.finish()
     agreement.from_first(None)  # no rank reads it before it is whole
-
-
-def _whole_output_weight(teacher: torch.nn.Module) -> Tensor | None:
-    """[padded vocabulary, D] on each rank of the last pipeline stage, None on others."""
-    ranks = Ranks.of(teacher)
-    if not ranks.is_last_stage:
-        return None
-    weight_vD = output_weight(teacher).detach()
-    cut = pieces(weight_vD, ranks.groups.tp)
-    return cut.whole(weight_vD) if cut and cut.group.size() > 1 else weight_vD
 
 
 def _batches(session: Session, shard: Shard) -> Iterator[tuple[int, Batch]]:
@@ -193,34 +181,31 @@ def train_batches(session: Session, start: int, stop: int, *, rank: int = 0, num
 
 
 @torch.no_grad()
-def _sparse_batch(
-    session: Session, part: Part, first: int, tokens_BS: Tensor, weight_VD: Tensor | None
-) -> dict[str, Tensor]:
+def _sparse_batch(session: Session, part: Part, first: int, tokens_BS: Tensor) -> dict[str, Tensor]:
     """What `Writer.write` takes of the samples from number `first` on; the teacher's logits never exist whole."""
     teacher, found = session.teacher, None
     hidden_BSD = whole_hidden(teacher, tokens_BS.to(runtime.device()))
-    if hidden_BSD is not None and weight_VD is not None:
-        found = _sparse_values(session, part, first, hidden_BSD, weight_VD)
+    if hidden_BSD is not None:
+        found = _sparse_values(session, part, first, hidden_BSD)
     return {"tokens": tokens_BS, **Ranks.of(teacher).from_last_stage(found)}
 
 
-def _sparse_values(
-    session: Session, part: Part, first: int, hidden_BSD: Tensor, weight_VD: Tensor
-) -> dict[str, Tensor]:
+def _sparse_values(session: Session, part: Part, first: int, hidden_BSD: Tensor) -> dict[str, Tensor]:
     """indices, log_prob [B, S, K] and, of the exact form, log_tail [B, S], on the CPU."""
-    size, hidden_TD = hidden_BSD.shape[:2], hidden_BSD.flatten(0, 1)
+    size, (hidden_TD, weight_vD) = hidden_BSD.shape[:2], output_operands_of(session.teacher, hidden_BSD.flatten(0, 1))
     settings: dict[str, Any] = {
         "vocab_size": session.run.model.vocab_size,
         "temperature": part.temperature,
         "memory_budget": session.run.qad.loss_memory_mib * 2**20,
+        "group": Ranks.of(session.teacher).groups.tp,
     }
     try:
         if part.kind == Loss.top_k.value:
-            sparse = top_k_logits(hidden_TD, weight_VD, k=part.sparse_values, **settings)
+            sparse = top_k_logits(hidden_TD, weight_vD, k=part.sparse_values, **settings)
         else:
             uniform_T = torch.cat([_uniform(session.run.seed, first + i, size[1]) for i in range(size[0])])
             settings["uniform_T"] = uniform_T.to(hidden_TD.device)
-            sparse = sampled_logits(hidden_TD, weight_VD, num_samples=part.sparse_values, **settings)
+            sparse = sampled_logits(hidden_TD, weight_vD, num_samples=part.sparse_values, **settings)
     except NonFiniteError as error:
         row, position = divmod(error.token, size[1])
         raise UserError(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import command
 import pytest
 from safetensors.numpy import load_file
 
@@ -20,34 +18,12 @@ SHORT = [
 ]  # fmt: skip
 
 
-def _start(root: Path, *overrides: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "nemo_qad.train", *SHORT, f"cache_dir={root / 'cache'}", *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=root,
-        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-
-
 def _run(root: Path, *overrides: str) -> tuple[int, str]:
-    process = _start(root, *overrides)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
+    return command.run(root, SHORT, *overrides)
 
 
 def _interrupt(root: Path, when: str, *overrides: str) -> tuple[int, str]:
-    """Runs until a line holds `when`, then sends what Ctrl-C sends."""
-    process = _start(root, *overrides)
-    seen = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        seen.append(line)
-        if when in line:
-            process.send_signal(signal.SIGINT)
-            break
-    rest, _ = process.communicate(timeout=120)
-    return process.returncode, "".join(seen) + rest
+    return command.interrupt(root, SHORT, when, *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import command
 import pytest
 from safetensors.numpy import load_file
 
@@ -24,32 +21,12 @@ SMALL = [
 PROGRAM = Path(__file__).with_name("sparse_teacher_in_process.py")
 
 
-def _start(root: Path, *overrides: str, program: tuple[str, ...] = ("-m", "nemo_qad.train")) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, *program, *SMALL, f"cache_dir={root / 'cache'}", *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=root,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-
-
-def _run(root: Path, *overrides: str, **program: tuple[str, ...]) -> tuple[int, str]:
-    process = _start(root, *overrides, **program)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
+def _run(root: Path, *overrides: str, program: tuple[str, ...] = command.MODULE) -> tuple[int, str]:
+    return command.run(root, SMALL, *overrides, program=program)
 
 
 def _interrupt(root: Path, when: str, *overrides: str) -> tuple[int, str]:
-    """Runs until a line holds `when`, then sends what Ctrl-C sends."""
-    process, seen = _start(root, *overrides), []
-    assert process.stdout is not None
-    for line in process.stdout:
-        seen.append(line)
-        if when in line:
-            process.send_signal(signal.SIGINT)
-            break
-    rest, _ = process.communicate(timeout=120)
-    return process.returncode, "".join(seen) + rest
+    return command.interrupt(root, SMALL, when, *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,8 @@ def test_logits_made_on_demand_are_those_of_the_whole_batch() -> None:
     tables = [table_model(seed)(torch.arange(VOCAB)) for seed in (1, 2)]
     batches = make_batches()
     watched = [
-        lambda tokens, t=table: Watched(torch.nn.functional.one_hot(tokens, VOCAB).float(), t.T, VOCAB) for table in tables
+        lambda tokens, t=table: Watched(torch.nn.functional.one_hot(tokens, VOCAB).float(), t.T, VOCAB)
+        for table in tables
     ]
     found = held_out(*watched, batches)
     assert found == held_out(*(lambda tokens, t=table: t[tokens] for table in tables), batches)
