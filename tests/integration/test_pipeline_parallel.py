@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,19 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@cache
+def _whole_run(root: Path, layout: str) -> str:
+    """Of a layout, in ROOT/LAYOUT: what it printed."""
+    program = command.TORCHRUN if layout == "cp2" else command.MODULE
+    status, output = _run(root, f"run_dir={root / layout}", *LAYOUTS[layout], program=program)
+    assert status == 0, output
+    return output
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_run_of_one_rank_again(one: Path, layout: str) -> None:
     root, run = one, one / layout
-    program = command.TORCHRUN if layout == "cp2" else command.MODULE
-    status, output = _run(root, f"run_dir={run}", *LAYOUTS[layout], program=program)
-    assert status == 0, output
+    output = _whole_run(root, layout)
     lines = output.splitlines()
     assert "teacher: reused from" in output and output.count("weights decoded again") == 1
     assert sum(line.startswith("Done: checkpoint in") for line in lines) == 1, output
@@ -84,6 +92,7 @@ def test_stopped_on_two_ranks_continues_to_the_same_bytes(one: Path) -> None:
     status, output = command.interrupt(one, SHORT, "qad 3/6", *extra)
     assert status == 130 and "interrupted" in output and not (run / "stages/qad.json").exists(), output
     status, output = _run(one, *extra)
+    _whole_run(one, "ep2")
     assert status == 0 and "continues after step" in output, output
     ours, theirs = (load_file(one / name / "qad/student/tensors.safetensors") for name in ("stopped", "ep2"))
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
