@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_qad.models.scan import causal_conv, chunked_scan
+from nemo_qad.models.convolution import causal_conv
+from nemo_qad.models.scan import chunked_scan
 
 BATCH, HEADS, HEAD_DIM, GROUPS, STATE = 2, 4, 6, 2, 5
 
