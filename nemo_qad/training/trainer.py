@@ -110,9 +110,11 @@ class Trainer:
         """One optimizer step over `micro_batches` ([B, S] each).
 
         Raises:
-            UserError: the loss or the gradient norm is NaN or Inf; the parameters are left as they were.
+            UserError: the loss or the gradient norm is NaN or Inf, or ranks that share samples read other ones; the
+                parameters are left as they were.
         """
         assert self._is_latent != self._in_place, "a step inside latent()"
+        self._refuse_other_data(micro_batches)
         num_rows, length = micro_batches[0]["tokens"].shape
         local = [self._local(batch) for batch in micro_batches]
         self._ddp.train()
@@ -164,6 +166,23 @@ class Trainer:
             return total, count.int(), {"sum": total.detach(), "count": count}
 
         return total, reduce
+
+    def _refuse_other_data(self, micro_batches: Sequence[Batch]) -> None:
+        """Ranks of one data-parallel rank share its samples: other tokens on one of them give wrong sums, silently."""
+        if dist.get_world_size() == 1:
+            return
+        mine = [self._ranks.groups.dp.rank(), *(_checksum(batch["tokens"]) for batch in micro_batches)]
+        own = torch.tensor(mine, dtype=torch.int64, device=next(self.module.parameters()).device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        first: dict[int, int] = {}
+        for rank, found in enumerate(everyone):
+            model = first.setdefault(int(found[0]), rank)
+            if not torch.equal(found, everyone[model]):
+                raise UserError(
+                    f"step {self.step + 1}: rank {rank} has read other tokens than rank {model} for the same samples. "
+                    "Nothing was updated; see that both read the same data files (data.path, cache_dir)"
+                )
 
     def _refuse_non_finite(self, total: float) -> None:
         names = [n for n, p in self.module.named_parameters() if not _gradient(p).isfinite().all()]
@@ -274,6 +293,12 @@ class Trainer:
             raise UserError(f"the checkpoint lacks {error}: it belongs to another model or setting") from None
         self._scheduler.step(increment=step)
         self.step = step
+
+
+def _checksum(tokens_BS: Tensor) -> int:
+    """Changes with any token and with their order."""
+    tokens = tokens_BS.flatten().to(torch.int64)
+    return int((tokens * (torch.arange(len(tokens), device=tokens.device) % 8191 + 1)).sum())
 
 
 def _no_loss(output: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ LAYOUTS = {
     "ep2": ParallelConfig(name="ep2", ranks_per_node=2, expert=2),
     "tp2_ep2": ParallelConfig(name="tp2_ep2", ranks_per_node=2, tensor=2, expert=2),
     "dp2": ParallelConfig(name="dp2", ranks_per_node=2),
+    "etp2": ParallelConfig(name="etp2", ranks_per_node=2, tensor=2, expert_tensor=2),
     "tp4": ParallelConfig(name="tp4", ranks_per_node=4, tensor=4),
     "dp4": ParallelConfig(name="dp4", ranks_per_node=4),
     "dp4_ep2": ParallelConfig(name="dp4_ep2", ranks_per_node=4, expert=2),

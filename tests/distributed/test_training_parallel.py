@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_qad import runtime
 from nemo_qad.distillation.step import distillation_loss
+from nemo_qad.errors import UserError
 from nemo_qad.models.whole import gather, parameter_cut
 from nemo_qad.schema import Loss, ParallelConfig, Precision, QadConfig, Schedule
 from nemo_qad.training.optimizer import qad_settings
@@ -101,7 +102,10 @@ DISTRIBUTED = ParallelConfig(name="dp2_optimizer", ranks_per_node=2, distributed
 RECOMPUTE = ParallelConfig(name="cp2_recompute", ranks_per_node=2, context=2, recompute=True)
 GRID = {
     name: LAYOUTS[name]
-    for name in ("tp2", "ep2", "dp2", "cp2", "pp2", "tp2_ep2", "tp2_cp2", "tp2_pp2", "cp2_pp2", "pp2_dp2_ep2", "cp4")
+    for name in (
+        "tp2", "etp2", "ep2", "dp2", "cp2", "pp2", "tp2_ep2", "tp2_cp2", "tp2_pp2", "cp2_pp2", "pp2_dp2_ep2",
+        "dp4_ep2", "cp4",
+    )
 } | {"dp2_optimizer": DISTRIBUTED, "cp2_recompute": RECOMPUTE}
 
 
@@ -125,6 +129,26 @@ def test_three_steps_equal_those_of_one_rank(one: Results, layout: str) -> None:
             value = ranks[0][kind + name][: len(reference)] if reference.dim() else ranks[0][kind + name]
             error = float((value - reference[: len(value)]).norm())
             assert error <= tolerance * float(reference.norm()) + 1e-9, f"{kind}{name}: {error}"
+
+
+def step_on_other_data(rank: int, parallel: ParallelConfig) -> Results:
+    """What each rank says when the second has read something else."""
+    with runtime.process_groups(parallel, seed=1, threads=1):
+        student, teacher = build(MODEL, parallel), build(MODEL, parallel, None, seed=2).requires_grad_(False)
+        loss = distillation_loss(QAD, vocab_size=MODEL.vocab_size, teacher=teacher)
+        trainer = Trainer(student, qad_settings(QAD), loss, precision=Precision.fp32)
+        given = micro_batches(0)
+        if rank == 1:
+            given[2]["tokens"] = given[2]["tokens"].flip(1)
+        before = [p.detach().clone() for p in student.parameters()]
+        with pytest.raises(UserError, match="rank 1 has read other tokens than rank 0"):
+            trainer.train_step(given)
+        same = all(torch.equal(p, b) for p, b in zip(student.parameters(), before, strict=True))
+        return {"same": torch.tensor(same)}
+
+
+def test_a_rank_that_reads_other_data_is_named() -> None:
+    assert all(found["same"] for found in run_ranks(step_on_other_data, 2, LAYOUTS["tp2"], environment=True))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("one", "tp2_ep2"), ("dp2_optimizer", "pp2"), ("tp2_pp2", "one")])
