@@ -4,9 +4,10 @@
     python benchmarks/long_context.py --tokens 522240 --context-parallel 1        once; see docs/results.md
 
 A step is what QAD does with one sequence: the teacher's forward, the student's forward with weights quantised in
-place and its K and V in FP8, the fused loss, backward with full activation recompute, and Adam. The model is
-model=tiny_hybrid (ME*ME: Mamba-2, experts, attention) in its own precision, with max_position_embeddings raised. Each
-length runs in processes of its own, one a context-parallel rank, which share the cores.
+place and its K and V in FP8, the fused loss, backward with activation recompute (full, unless --recompute says
+otherwise), and Adam. The model is model=tiny_hybrid (ME*ME: Mamba-2, experts, attention) in its own precision, with
+max_position_embeddings raised. Each length runs in processes of its own, one a context-parallel rank, which share the
+cores.
 
 Memory is resident memory: before the step (after one step on a short sequence, which makes Adam's state and loads
 libraries) and at its peak, which the kernel keeps (VmHWM, reset before the step). peak_bytes_per_token is peak less
@@ -46,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of each run's one sequence")
     parser.add_argument("--context-parallel", type=int, nargs="+", default=[1, 2], help="ranks that share the sequence")
     parser.add_argument("--recipe", default="four_over_six")
+    parser.add_argument("--recompute", default="full", choices=("none", "selective", "full"))
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.tokens = [1024, 2048]
@@ -146,15 +148,15 @@ def watch(trainer: Any, teacher: Any, clock: Clock) -> None:
     trainer._optimizer.step = timed_step
 
 
-def measure(tokens: int, context: int, recipe: str, tell: bool) -> dict[str, Any]:
+def measure(tokens: int, context: int, recipe: str, recompute: str, tell: bool) -> dict[str, Any]:
     """One rank's part of a run; rank 0 returns the figures of all."""
     from nemo_qad import agreement, runtime
     from nemo_qad.config import compose
-    from nemo_qad.schema import ParallelConfig
+    from nemo_qad.schema import ParallelConfig, Recompute
 
     run = compose([f"+recipe={recipe}"])
     run.model.max_position_embeddings = tokens
-    run.parallel = ParallelConfig(name="benchmark", ranks_per_node=context, context=context, **recompute())
+    run.parallel = ParallelConfig("benchmark", ranks_per_node=context, context=context, recompute=Recompute(recompute))
     with runtime.process_groups(run.parallel, seed=1):
         teacher = build(run, 1, tokens).eval().requires_grad_(False)
         trainer = trainer_of(run, teacher, tokens)
@@ -180,10 +182,6 @@ def measure(tokens: int, context: int, recipe: str, tell: bool) -> dict[str, Any
         "loss": result.loss,
         "grad_norm": result.grad_norm,
     }
-
-
-def recompute() -> dict[str, Any]:
-    return {"recompute": True}
 
 
 def machine() -> dict[str, Any]:
@@ -214,7 +212,8 @@ def main() -> None:
     for context in arguments.context_parallel:
         for tokens in arguments.tokens:
             tell = tokens > TOKENS[-1]
-            runs.append(launcher.run("long_context:measure", (tokens, context, arguments.recipe, tell), context))
+            job = (tokens, context, arguments.recipe, arguments.recompute, tell)
+            runs.append(launcher.run("long_context:measure", job, context))
             show(runs[-1])
     by_context = {c: [run for run in runs if run["context_parallel"] == c] for c in arguments.context_parallel}
     first = by_context[arguments.context_parallel[0]]
@@ -226,7 +225,8 @@ def main() -> None:
         "spread_from_16k": {str(c): spread(found) for c, found in by_context.items()},
         "runs": runs,
     }
-    print(json.dumps({**result, "recipe": arguments.recipe, "machine": machine(), "model": model()}))
+    settings = {"recipe": arguments.recipe, "recompute": arguments.recompute, "model": model()}
+    print(json.dumps({**result, **settings, "machine": machine()}))
 
 
 def model() -> dict[str, Any]:

@@ -125,6 +125,18 @@ class Loss(StrEnum):
         return self in (Loss.top_k, Loss.sampled)
 
 
+class Recompute(StrEnum):
+    """Which activations the backward pass makes anew instead of keeping them.
+
+    none: keeps all. selective: makes anew what is inside expert, dense MLP and Mamba layers, but not attention, whose
+    time grows with the square of the sequence. full: keeps each layer's input alone.
+    """
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 class Stage(StrEnum):
     """In their order. `logits` writes the teacher's file and applies to the sparse losses alone."""
 

@@ -18,6 +18,7 @@ from nemo_qad.choices import (
     Precision,
     QadScales,
     QuantizeWeights,
+    Recompute,
     ScaleError,
     ScaleSearch,
     Schedule,
@@ -193,7 +194,7 @@ class ParallelConfig:
     expert: int = 1
     expert_tensor: int = 1
     distributed_optimizer: bool = False
-    recompute: bool = False
+    recompute: Recompute = Recompute.none
 
 
 @dataclass

@@ -18,7 +18,7 @@ from nemo_qad.errors import ConfigError
 from nemo_qad.models import transformer_engine
 from nemo_qad.models.context import Documents
 from nemo_qad.models.vocabulary import padded_vocab_size
-from nemo_qad.schema import ModelConfig, ParallelConfig, Precision
+from nemo_qad.schema import ModelConfig, ParallelConfig, Precision, Recompute
 
 LogitsFn = Callable[[Tensor], Tensor]
 
@@ -86,9 +86,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.tensor > 1,
-        recompute_granularity="full" if parallel.recompute else None,
-        recompute_method="uniform" if parallel.recompute else None,
-        recompute_num_layers=1 if parallel.recompute else None,
+        **_recompute_settings(model, parallel.recompute),
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -96,6 +94,17 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         gradient_accumulation_fusion=False,
         **_moe_settings(model, grouped=fused),
     )
+
+
+def _recompute_settings(model: ModelConfig, recompute: Recompute) -> dict:
+    """Megatron's. What is inside Mamba layers under `selective` is the mixer's own business."""
+    if recompute is Recompute.none:
+        return {}
+    if recompute is Recompute.full:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layers = {"E": "moe", "-": "mlp"}
+    modules = [name for layer, name in layers.items() if layer in model.hybrid_pattern]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def _moe_settings(model: ModelConfig, *, grouped: bool) -> dict:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
@@ -51,7 +52,10 @@ class TorchMambaMixer(MambaMixer):
         positions_SB = None
         if packed_seq_params is not None and packed_seq_params.positions_BL is not None:
             positions_SB = join_sequence(packed_seq_params.positions_BL, self.cp.cp_group).transpose(0, 1)
-        return self.out_proj(self._scan(self.cp.pre_conv_ssm(zxBCdt), positions_SB))
+        zxBCdt = self.cp.pre_conv_ssm(zxBCdt)
+        if self.training and self.config.recompute_granularity == "selective":
+            return self.out_proj(tensor_parallel.checkpoint(self._scan, False, zxBCdt, positions_SB))
+        return self.out_proj(self._scan(zxBCdt, positions_SB))
 
     def _scan(self, zxBCdt: Tensor, positions_SB: Tensor | None) -> Tensor:
         """zxBCdt [S, B, z + x + B + C + dt of this rank] -> [L, B, d_inner of this rank], gated and normed.

@@ -14,7 +14,7 @@ from nemo_qad import runtime
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.errors import UserError
 from nemo_qad.models.whole import gather, parameter_cut
-from nemo_qad.schema import Loss, ParallelConfig, Precision, QadConfig, Schedule
+from nemo_qad.schema import Loss, ParallelConfig, Precision, QadConfig, Recompute, Schedule
 from nemo_qad.training.optimizer import qad_settings
 from nemo_qad.training.trainer import Trainer
 
@@ -99,14 +99,17 @@ def one() -> Results:
 
 
 DISTRIBUTED = ParallelConfig(name="dp2_optimizer", ranks_per_node=2, distributed_optimizer=True)
-RECOMPUTE = ParallelConfig(name="cp2_recompute", ranks_per_node=2, context=2, recompute=True)
+RECOMPUTED = {
+    f"cp2_{recompute}": ParallelConfig(name="cp2", ranks_per_node=2, context=2, recompute=recompute)
+    for recompute in (Recompute.selective, Recompute.full)
+}
 GRID = {
     name: LAYOUTS[name]
     for name in (
         "tp2", "etp2", "ep2", "dp2", "cp2", "pp2", "tp2_ep2", "tp2_cp2", "tp2_pp2", "cp2_pp2", "pp2_dp2_ep2",
         "dp4_ep2", "cp4",
     )
-} | {"dp2_optimizer": DISTRIBUTED, "cp2_recompute": RECOMPUTE}
+} | {"dp2_optimizer": DISTRIBUTED, **RECOMPUTED}
 
 
 @pytest.mark.parametrize("layout", GRID)

@@ -106,6 +106,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["parallel.nodes=3", "parallel.expert=3"], ["parallel.expert=3", "1, 2, 4, 8"]),
     (["parallel.nodes=2", "parallel.context=2", "qad.sequence_length=126"], ["length=126", "Give 128"]),
     (["parallel=local_tp4"], ["parallel=local_tp4", "Choices", "local_tp2 "]),
+    (["parallel.recompute=true"], ["parallel.recompute=True", "none, selective, full"]),
     (["parallel.tensor=8"], ["parallel.tensor=8", "does not divide", "Give 2."]),
     (["parallel.tensor=1000000000"], ["parallel.tensor=1000000000", "Give 2."]),
     (["parallel.tensor=2", "parallel.context=8"], ["parallel.context=8", "Mamba heads", "(4)", "Give 4."]),
