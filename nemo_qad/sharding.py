@@ -186,20 +186,29 @@ def _length_remedy(run: RunConfig, length: int, multiple: int) -> str:
 
 
 def _check_scan(run: RunConfig) -> None:
-    """Mamba-2's Triton scan addresses a rank's tokens x heads x head_dim in 32 bits; beyond, it is wrong."""
+    """Mamba-2's Triton kernels on GPUs count offsets in 32 bits: beyond 2^31 values their results are wrong.
+
+    The furthest offset is that of the last token in the projection that holds z, x, B, C and dt of the rank's heads.
+    """
     for name in _stages(run):
-        stage, context = getattr(run, name), run.parallel.context
-        length, micro = stage.sequence_length, _rows(run, name)
-        width = run.model.mamba.num_heads // run.parallel.tensor * run.model.mamba.head_dim
-        if micro * length * width // context < INT32_LIMIT:
+        length, rows, context = getattr(run, name).sequence_length, _rows(run, name), run.parallel.context
+        width = _scan_width(run.model, run.parallel.tensor, context)
+        if rows * length * width < INT32_LIMIT:
             continue
         raise ConfigError(
             f"{name}.sequence_length",
             length,
-            "the Mamba-2 chunk scan would address more than 2^31 values on a rank "
-            f"({micro} x {length} tokens x {width} / context-parallel {context})",
-            _scan_remedy(run, name, micro * length * width),
+            "the kernels of Mamba-2's chunk scan (mamba_split_conv1d_scan_combined) would address more than 2^31 "
+            f"values on a rank ({rows} x {length} tokens x {width} with context-parallel {context})",
+            _scan_remedy(run, name, rows),
         )
+
+
+def _scan_width(model: ModelConfig, tensor: int, context: int) -> int:
+    """Values a token of the whole sequence on a rank: z, x, B and C (of groups that few ranks have to share), dt."""
+    mamba, ranks = model.mamba, tensor * context
+    groups = max(1, mamba.num_groups // ranks)
+    return (2 * mamba.num_heads * mamba.head_dim + mamba.num_heads) // ranks + 2 * groups * mamba.state_dim
 
 
 def _rows(run: RunConfig, name: str) -> int:
@@ -211,17 +220,15 @@ def _rows(run: RunConfig, name: str) -> int:
     return rows
 
 
-def _scan_remedy(run: RunConfig, name: str, values: int) -> str:
+def _scan_remedy(run: RunConfig, name: str, rows: int) -> str:
     """The smallest context-parallel size that is safe and that model and sequence allow; else a shorter input."""
-    parallel, length = run.parallel, getattr(run, name).sequence_length
+    model, parallel, length = run.model, run.parallel, getattr(run, name).sequence_length
     step = math.lcm(2, parallel.tensor)
-    heads = run.model.mamba.num_heads // parallel.tensor
-    for size in range(parallel.context + 1, heads + 1):
-        fits = _context_problem(run.model, parallel.tensor, size) is None and length % (size * step) == 0
-        if fits and values // size < INT32_LIMIT:
+    for size in range(parallel.context + 1, model.mamba.num_heads // parallel.tensor + 1):
+        fits = _context_problem(model, parallel.tensor, size) is None and length % (size * step) == 0
+        if fits and rows * length * _scan_width(model, parallel.tensor, size) < INT32_LIMIT:
             return f"Give parallel.context of at least {size}, a smaller micro_batch_size or a shorter text."
-    multiple = sequence_multiple(parallel)
-    a_token = values // length
-    longest = (INT32_LIMIT * parallel.context - 1) // a_token // multiple * multiple
+    multiple, width = sequence_multiple(parallel), _scan_width(model, parallel.tensor, parallel.context)
+    longest = (INT32_LIMIT - 1) // (rows * width) // multiple * multiple
     shorter = f"Give {longest}, or a" if longest else "Give a"
     return f"{shorter} smaller micro_batch_size; no context-parallel size of this model is enough."

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from nemo_qad import runtime
-from nemo_qad.errors import ConfigError
+from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.models import transformer_engine
 from nemo_qad.models.context import Documents
 from nemo_qad.models.vocabulary import padded_vocab_size
@@ -160,6 +160,8 @@ def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor, packed: Documents
     stage starts from. `packed`: the documents of the tokens; None: each row is one.
     """
     model = bare(module)
+    if packed is not None and transformer_engine.available():  # whose attention and scan would not look at positions
+        raise UserError("packed documents are not supported with Transformer Engine yet: give one document a row")
     embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None) if model.pre_process else None
     return model.decoder(hidden_states=embedded_SBD, attention_mask=None, packed_seq_params=packed).transpose(0, 1)
 

@@ -18,7 +18,7 @@ from nemo_qad.data.datasets import held_out_batches, training_batches
 from nemo_qad.data.prepare import PreparedData, prepare
 from nemo_qad.distillation.step import output_operands_of
 from nemo_qad.evaluation.metrics import HeldOut, LogitsFn, ProjectedLogits, held_out
-from nemo_qad.files import disk_errors
+from nemo_qad.files import disk_errors, sha256
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.models.build import build_model, evaluating
 from nemo_qad.models.forward import Ranks, whole_hidden
@@ -34,6 +34,16 @@ Projected = Callable[[Tensor], ProjectedLogits | None]
 def peak_gib() -> float:
     """Peak resident memory so far, in GiB, of the rank that had most; a collective call."""
     return max(agreement.of_all(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
+
+
+def _fingerprint(data: PreparedData) -> str:
+    """Of the token files as this rank sees them: sizes, and the digests of their indices."""
+    files = [Path(f"{prefix}.{kind}") for prefix in (data.train_prefix, data.held_out_prefix) for kind in ("bin", "idx")]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        return f"no {missing[0]}"
+    sizes = [path.stat().st_size for path in files]
+    return f"token files of {sizes} bytes, indices {sha256(files[1])[:8]} {sha256(files[3])[:8]}"
 
 
 @contextmanager
@@ -71,7 +81,9 @@ class Session:
             with cache_lock(self.cache):
                 return prepare(self.run.data, self.run.model.vocab_size, self.cache, self.say)
 
-        return agreement.first_alone(prepared)
+        found = agreement.first_alone(prepared)
+        agreement.require_same(f"in {found.train_prefix.parent}", _fingerprint(found))
+        return found
 
     @property
     def sequence_length(self) -> int:

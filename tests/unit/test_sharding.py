@@ -169,17 +169,19 @@ def test_the_smallest_safe_context_parallel_size_of_the_scan() -> None:
         assert error.field == "qad.sequence_length"
         return str(error)
 
-    one = ParallelConfig(name="one")
-    assert INT32_LIMIT == 64 * 64 * (1 << 19)
-    assert needed((1 << 19) - 1, one) == "fits"
-    assert "at least 2," in needed(1 << 19, one)
-    assert "at least 4," in needed(1 << 20, one)
-    assert "at least 8," in needed(1 << 19, one, micro=5)  # 5 .. 7 do not divide the heads or the sequence
-    assert "at least 4," in needed(3 << 19, one)  # 3 would do, were it not for the 64 heads
-    assert needed(1 << 19, ParallelConfig(name="tp2", ranks_per_node=2, tensor=2)) == "fits"
-    assert "at least 2," in needed(1 << 20, ParallelConfig(name="tp2", ranks_per_node=2, tensor=2))
-    assert "at least 2," in needed((1 << 19) + 4, one)
-    assert "Give 524287" in needed((1 << 19) + 2, one)  # no multiple of 2 x CP: a shorter text
+    one, two = ParallelConfig(name="one"), ParallelConfig(name="tp2", ranks_per_node=2, tensor=2)
+    row = 2 * 64 * 64 + 2 * 8 * 128 + 64  # z and x, B and C, dt of a token
+    safe = (INT32_LIMIT - 1) // row
+    assert safe == 208_412
+    assert needed(safe, one) == "fits"
+    assert f"{safe + 4} tokens x {row}" in needed(safe + 4, one) and "at least 2," in needed(safe + 4, one)
+    assert "at least 4," in needed(1 << 19, one)
+    assert "at least 16," in needed(1 << 19, one, micro=5)  # sizes between do not divide the heads, or are too few
+    assert needed(2 * safe, two) == "fits"
+    assert "at least 2," in needed(2 * safe + 8, two)
+    assert f"Give {safe // 2 * 2}" in needed(safe + 2, one)  # no multiple of 2 x CP: a shorter text
+    # The published 522,240 tokens on 16 ranks, more than there are groups: far below.
+    assert needed(522_240, ParallelConfig(name="cp16", ranks_per_node=16, context=16)) == "fits"
 
 
 @pytest.mark.parametrize("size", [7, 1 << 30])
