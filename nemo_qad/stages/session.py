@@ -38,7 +38,8 @@ def peak_gib() -> float:
 
 def _fingerprint(data: PreparedData) -> str:
     """Of the token files as this rank sees them: sizes, and the digests of their indices."""
-    files = [Path(f"{prefix}.{kind}") for prefix in (data.train_prefix, data.held_out_prefix) for kind in ("bin", "idx")]
+    prefixes = (data.train_prefix, data.held_out_prefix)
+    files = [Path(f"{prefix}.{kind}") for prefix in prefixes for kind in ("bin", "idx")]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         return f"no {missing[0]}"
