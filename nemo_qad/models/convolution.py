@@ -5,8 +5,6 @@ Shapes: L sequence, B batch, D channels, W kernel width. A token meets the W - 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,15 +52,21 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, positions, kept = ctx.saved_tensors  # type: ignore[attr-defined]
-        d_taps, d_bias = torch.zeros_like(weight.t()), torch.zeros_like(bias)
-        dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        taps, d_bias = weight.t().contiguous(), torch.zeros_like(bias)
+        d_taps, dx = torch.zeros_like(taps), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for part in _segments(len(x)):
             y = _convolve(x, weight, bias, positions, part) if kept is None else kept
             dy = torch.ops.aten.silu_backward(grads[0][part], y)
             d_bias += dy.flatten(0, -2).sum(0)
-            for tap, before, dy_here in _shifts(weight, dy, positions, part):
-                d_taps[tap] += (dy_here * x[before]).flatten(0, -2).sum(0)
-                dx[before].addcmul_(dy_here, weight[:, tap])
+            torch.mul(dy, taps[-1], out=dx[part])
+            for shift in range(min(len(taps), part.stop)):
+                first = max(part.start, shift)
+                before, dy_here = slice(first - shift, part.stop - shift), dy[first - part.start :]
+                if shift and positions is not None:
+                    dy_here = dy_here * _reaches(positions[first : part.stop], shift, dy.dtype)
+                d_taps[-1 - shift] += (dy_here * x[before]).flatten(0, -2).sum(0)
+                if shift:
+                    dx[before].addcmul_(dy_here, taps[-1 - shift])
         return dx, d_taps.t(), d_bias, None
 
 
@@ -81,19 +85,6 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None,
             before = before * _reaches(positions[first : part.stop], shift, x.dtype)
         y[first - part.start :].addcmul_(before, taps[-1 - shift])
     return y
-
-
-def _shifts(
-    weight: Tensor, dy: Tensor, positions: Tensor | None, part: slice
-) -> Iterator[tuple[int, slice, Tensor]]:
-    """(tap, tokens that it reads, gradient at those that it adds to) of each tap."""
-    for shift in range(min(weight.shape[1], part.stop)):
-        first = max(part.start, shift)
-        here, before = slice(first, part.stop), slice(first - shift, part.stop - shift)
-        dy_here = dy[first - part.start :]
-        if shift and positions is not None:
-            dy_here = dy_here * _reaches(positions[here], shift, dy.dtype)
-        yield weight.shape[1] - 1 - shift, before, dy_here
 
 
 def _reaches(positions_LB: Tensor, shift: int, dtype: torch.dtype) -> Tensor:

@@ -102,6 +102,11 @@ class _Scan(torch.autograd.Function):
         size, dy = ctx.size, grads[0]  # type: ignore[attr-defined]
         parts = _segments(len(x), size)
         entering, inner = rest[: len(parts)], rest[len(parts) :]
+        if len(parts) == 1 and parts[0].stop % size == 0:
+            found = backward(Segment(*inner), decay.to(dy.dtype), d.to(dy.dtype), dy, None)
+            gradients = (found.x, found.dt, found.decay, found.b, found.c, found.d)
+            of = zip(gradients, (x, dt, decay, b, c, d), strict=True)
+            return *(gradient.to(operand.dtype) for gradient, operand in of), None, None
         into = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, b, c)]
         a, skip = decay.to(dy.dtype), d.to(dy.dtype)
         d_decay, d_skip, d_state = torch.zeros_like(a), torch.zeros_like(skip), None
