@@ -12,6 +12,25 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
+class Architecture(StrEnum):
+    """Whose layers a model has, by transformers' model_type."""
+
+    nemotron_h = "nemotron_h"
+    llama = "llama"
+    qwen3 = "qwen3"
+    qwen3_moe = "qwen3_moe"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Squared ReLU, no rotary embedding, sigmoid router with a bias; the others are gated, rotary, softmax."""
+        return self is Architecture.nemotron_h
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normed, head by head."""
+        return self in (Architecture.qwen3, Architecture.qwen3_moe)
+
+
 class Format(StrEnum):
     """What a linear layer is stored in: BF16, W4A16 NVFP4, or FP8 weights and activations."""
 

@@ -95,7 +95,8 @@ def _linear_inputs(model: ModelConfig, parallel: ParallelConfig) -> dict[str, li
     if "E" in layers:
         expert, shared = model.moe.ffn_hidden_size, model.moe.shared_expert_ffn_hidden_size
         parts["routed_experts"] = [hidden, ("model.moe.ffn_hidden_size", expert // parallel.expert_tensor)]
-        parts["shared_experts"] = [hidden, ("model.moe.shared_expert_ffn_hidden_size", shared // tensor)]
+        if shared:
+            parts["shared_experts"] = [hidden, ("model.moe.shared_expert_ffn_hidden_size", shared // tensor)]
     if "M" in layers:
         width = model.mamba.num_heads * model.mamba.head_dim
         parts["mamba"] = [hidden, ("model.mamba.head_dim", width // tensor)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_qad.choices import (
+    Architecture,
     Format,
     IdleExperts,
     Keep,
@@ -60,9 +61,13 @@ class MoeConfig:
 
 @dataclass
 class ModelConfig:
-    """A Nemotron-H hybrid. `hybrid_pattern`: M Mamba-2, * attention, E mixture of experts, - dense MLP."""
+    """A decoder of four kinds of layers. `hybrid_pattern`: M Mamba-2, * attention, E mixture of experts, - dense MLP.
+
+    A layer of Llama or Qwen3 is two of these: "*-" or "*E". `rotary_base` 0: no rotary embedding.
+    """
 
     name: str = MISSING
+    architecture: Architecture = Architecture.nemotron_h
     hybrid_pattern: str = MISSING
     hidden_size: int = MISSING
     vocab_size: int = MISSING
@@ -73,6 +78,7 @@ class ModelConfig:
     init_std: float = 0.02
     vocab_divisible_by: int = 128
     tied_output: bool = False
+    rotary_base: float = 0.0
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mamba: MambaConfig = field(default_factory=MambaConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from nemo_qad import agreement
 from nemo_qad.errors import UserError, show
+from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.gathered import Part, gathered, gathered_mappings
 from nemo_qad.huggingface.names import Mapping, linear_names, mappings, to_hf
-from nemo_qad.huggingface.save import hf_config, write_folder
+from nemo_qad.huggingface.save import write_folder
 from nemo_qad.models.placement import Placement
 from nemo_qad.quantization.coverage import check_scales
 from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
@@ -183,7 +184,7 @@ def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: Rec
 
 def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
     """Modules with a matrix that stay BF16: unquantised linears, routers, convolutions, the MTP block."""
-    kinds = ("mixer.gate.weight", "mixer.conv1d.weight")
+    kinds = ("mixer.gate.weight", "mlp.gate.weight", "mixer.conv1d.weight")
     others = [
         name.removesuffix(".weight")
         for mapping in mappings(model)

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_qad.errors import UserError
+from nemo_qad.huggingface.architectures import check_config
 from nemo_qad.huggingface.names import Content, Kind, Mapping, held_tensors, mappings, shapes, to_mcore
-from nemo_qad.huggingface.save import architecture_fields
 from nemo_qad.models.whole import fitted
 from nemo_qad.schema import ModelConfig
 
@@ -111,27 +111,6 @@ def load_weights(module: torch.nn.Module, folder: Path, model: ModelConfig) -> N
             if cut and mapping.kind == Kind.vocabulary:
                 whole = fitted(whole, len(target) * cut.group.size())
             target.copy_(cut.own(whole) if cut else whole)
-
-
-def check_config(folder: Path, model: ModelConfig) -> None:
-    """Compare config.json, where there is one, with the model in what shapes cannot show (heads, top-k, eps).
-
-    Raises:
-        UserError: a field that contradicts the model, or a file that is not JSON.
-    """
-    path = folder / "config.json"
-    if not path.exists():
-        return
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}). Copy it again.") from None
-    for field, expected in architecture_fields(model).items():
-        if field in found and found[field] != expected:
-            raise UserError(
-                f"{path}: {field}={found[field]!r}, but model {model.name} has {expected!r}. "
-                "Choose the model that this checkpoint belongs to."
-            )
 
 
 def _check_names_and_shapes(source: SafetensorsFolder, model: ModelConfig) -> None:

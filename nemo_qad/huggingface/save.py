@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_qad import agreement
 from nemo_qad.errors import UserError
 from nemo_qad.files import new_folder, readable, write_json
+from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.gathered import Part, gathered_mappings
 from nemo_qad.huggingface.names import Mapping, to_hf
 from nemo_qad.schema import ModelConfig
@@ -25,79 +26,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-
-
-def architecture_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that decide what the weights compute."""
-    attention, mamba, moe = model.attention, model.mamba, model.moe
-    fields: dict[str, Any] = {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": model.hybrid_pattern,
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "layer_norm_epsilon": model.layernorm_epsilon,
-        "tie_word_embeddings": model.tied_output,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_query_groups,
-        "head_dim": attention.head_dim,
-        "mamba_num_heads": mamba.num_heads,
-        "mamba_head_dim": mamba.head_dim,
-        "n_groups": mamba.num_groups,
-        "ssm_state_size": mamba.state_dim,
-        "conv_kernel": mamba.conv_kernel,
-        "mlp_hidden_act": "relu2",
-    }
-    if "E" in model.hybrid_pattern:
-        fields |= {
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
-            "routed_scaling_factor": moe.routed_scaling_factor,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-        }
-    return fields
-
-
-def hf_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the model.
-
-    Layers are given as `hybrid_override_pattern`, which transformers, vLLM and TensorRT-LLM all read. The
-    token identifiers are null: the tokenizer's files name them.
-    """
-    return architecture_fields(model) | {
-        "architectures": ["NemotronHForCausalLM"],
-        "num_hidden_layers": len(model.hybrid_pattern),
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "norm_eps": model.layernorm_epsilon,
-        "initializer_range": model.init_std,
-        "chunk_size": model.mamba.chunk_size,
-        "expand": 2,  # not used: mamba_num_heads x mamba_head_dim is the inner width
-        "mamba_hidden_act": "silu",
-        "mamba_proj_bias": False,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "mlp_bias": False,
-        "residual_in_fp32": False,
-        "rescale_prenorm_residual": False,
-        "time_step_min": 0.001,
-        "time_step_max": 0.1,
-        "time_step_floor": 1e-4,
-        "mamba_ssm_cache_dtype": "float32",
-        "num_logits_to_keep": 1,
-        "use_cache": "*" in model.hybrid_pattern,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": "bfloat16",
-    }
 
 
 def save_bf16(

@@ -48,7 +48,8 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, *, sequence_length
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tied_output,
-        position_embedding_type="none",
+        position_embedding_type="rope" if model.rotary_base else "none",
+        rotary_base=model.rotary_base,
     )
     return module.to(runtime.device())
 
@@ -71,7 +72,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         init_method_std=model.init_std,
-        activation_func=squared_relu,
+        activation_func=squared_relu if model.architecture.is_hybrid else F.silu,
+        gated_linear_unit=not model.architecture.is_hybrid,
+        qk_layernorm=model.architecture.has_qk_norm,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -115,17 +118,26 @@ def _moe_settings(model: ModelConfig, *, grouped: bool) -> dict:
         "num_moe_experts": model.moe.num_experts,
         "moe_router_topk": model.moe.top_k,
         "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.moe.shared_expert_ffn_hidden_size,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": model.moe.bias_update_rate,
+        "moe_shared_expert_intermediate_size": model.moe.shared_expert_ffn_hidden_size or None,
+        **_router_settings(model),
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.moe.aux_loss_coeff,
-        "moe_router_topk_scaling_factor": model.moe.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": grouped,
         "moe_permute_fusion": False,
+    }
+
+
+def _router_settings(model: ModelConfig) -> dict:
+    """Nemotron-H: sigmoid scores, a bias that chooses, scaled weights. Others: softmax over the chosen experts."""
+    if not model.architecture.is_hybrid:
+        return {"moe_router_score_function": "softmax"}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": model.moe.bias_update_rate,
+        "moe_router_topk_scaling_factor": model.moe.routed_scaling_factor,
     }
 
 
@@ -163,7 +175,24 @@ def forward_hidden(module: torch.nn.Module, tokens_BS: Tensor, packed: Documents
     if packed is not None and transformer_engine.available():  # whose attention and scan would not look at positions
         raise UserError("packed documents are not supported with Transformer Engine yet: give one document a row")
     embedded_SBD = model.embedding(input_ids=tokens_BS, position_ids=None) if model.pre_process else None
-    return model.decoder(hidden_states=embedded_SBD, attention_mask=None, packed_seq_params=packed).transpose(0, 1)
+    hidden_SBD = model.decoder(
+        hidden_states=embedded_SBD,
+        attention_mask=None,
+        rotary_pos_emb=_rotary(model, tokens_BS.shape[1]),
+        packed_seq_params=packed,
+    )
+    return hidden_SBD.transpose(0, 1)
+
+
+def _rotary(model: HybridModel, length: int) -> Tensor | None:
+    """Angles of the rank's positions, of its two chunks under context parallelism; None without rotary embedding.
+
+    Documents that are packed in a row need no others: attention sees differences of positions alone.
+    """
+    if model.position_embedding_type != "rope":
+        return None
+    angles: Tensor = model.rotary_pos_emb(length * model.pg_collection.cp.size())
+    return angles
 
 
 def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:

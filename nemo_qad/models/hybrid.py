@@ -1,4 +1,4 @@
-"""Module specs of the Nemotron-H hybrid, in torch alone."""
+"""Module specs of the hybrid stack, in torch alone: Nemotron-H's layers, and those of Llama and Qwen3."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def torch_spec(model: ModelConfig) -> ModuleSpec:
         module=TorchHybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=_mamba_layer(model),
-            attention_layer=_attention_layer(),
+            attention_layer=_attention_layer(model),
             mlp_layer=_mlp_layer(),
             moe_layer=_moe_layer(),
         ),
@@ -65,12 +65,17 @@ def _mamba_layer(model: ModelConfig) -> ModuleSpec:
     )
 
 
-def _attention_layer() -> ModuleSpec:
+def _attention_layer(model: ModelConfig) -> ModuleSpec:
+    head_norm = RMSNorm if model.architecture.has_qk_norm else None
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
     return ModuleSpec(

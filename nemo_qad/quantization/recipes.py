@@ -144,7 +144,7 @@ def part_counts(model: ModelConfig) -> dict[str, int]:
     routed = 2 * moe_layers * model.moe.num_experts if moe_layers else 0
     return {
         "routed_experts": routed,
-        "shared_experts": 2 * moe_layers,
+        "shared_experts": 2 * moe_layers if model.moe.shared_expert_ffn_hidden_size else 0,
         "mamba": 2 * num_layers(model, "M"),
         "dense_mlp": 2 * num_layers(model, "-"),
         "attention": 2 * num_layers(model, "*"),

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nemo_qad import config, runtime
 from nemo_qad.errors import UserError
+from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.load import load_weights, weights_digest
 from nemo_qad.huggingface.names import linear_names, mappings, num_parameters, shapes, to_hf, to_mcore
-from nemo_qad.huggingface.save import hf_config, save_bf16, write_folder
+from nemo_qad.huggingface.save import save_bf16, write_folder
 from nemo_qad.models.build import build_model
 from nemo_qad.schema import AttentionConfig, MambaConfig, ModelConfig, MoeConfig, ParallelConfig, Precision
 
