@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_qad import runtime
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.models import transformer_engine
-from nemo_qad.models.context import Documents
+from nemo_qad.models.context import Documents, split_sequence
 from nemo_qad.models.vocabulary import padded_vocab_size
 from nemo_qad.schema import ModelConfig, ParallelConfig, Precision, Recompute
 
@@ -191,8 +191,8 @@ def _rotary(model: HybridModel, length: int) -> Tensor | None:
     """
     if model.position_embedding_type != "rope":
         return None
-    angles: Tensor = model.rotary_pos_emb(length * model.pg_collection.cp.size())
-    return angles
+    group = model.pg_collection.cp
+    return split_sequence(model.rotary_pos_emb.get_emb(length * group.size(), 0), group, dim=0)
 
 
 def forward_logits(module: torch.nn.Module, tokens_BS: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ COMPANIONS = {
     "data=indexed": ["data.path=/data"],
     "calibration=published": RELEASED,
     "qad=published_32k": RELEASED,
-    "qad=published_522k": RELEASED,
+    "qad=published_522k": [*RELEASED, "parallel=b300_qad_522k", "evaluation.sequence_length=4096"],
     "qad=published_constant": RELEASED,
     "parallel=b300_ptq": [*RELEASED, "qad=published_32k"],
     "parallel=b300_qad_32k": [*RELEASED, "qad=published_32k"],
@@ -254,9 +254,9 @@ def test_sequence_multiple() -> None:
 
 
 def test_scan_that_needs_64_bit_addresses_is_refused() -> None:
-    run = config.compose(["+recipe=four_over_six", *RELEASED, "qad=published_522k"])
-    longer = replace(run, qad=replace(run.qad, sequence_length=524_288))
-    with pytest.raises(ConfigError, match=r"qad\.sequence_length=524288.*parallel\.context of at least 2"):
+    run = config.compose(["+recipe=four_over_six", *RELEASED, "qad=published_32k"])
+    longer = replace(run, qad=replace(run.qad, sequence_length=210_944))
+    with pytest.raises(ConfigError, match=r"qad\.sequence_length=210944.*parallel\.context of at least 2"):
         validate(longer)
 
 
