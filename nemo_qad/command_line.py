@@ -40,7 +40,7 @@ class Command:
 def read(argv: Sequence[str]) -> Command:
     """Raises ConfigError for the first mistake; within about a second, for each job of a sweep."""
     args = _parse_arguments(argv)
-    overrides = [_normalised(override) for override in args.overrides]
+    overrides = _with_group([_normalised(override) for override in args.overrides])
     parsed = _parse_overrides(overrides)
     for override in parsed:
         _check_override(override, args.config_dir)
@@ -91,6 +91,12 @@ def _flags(args: argparse.Namespace) -> list[str]:
 def _normalised(override: str) -> str:
     """`recipe=NAME` is taken as `+recipe=NAME`: Hydra wants the plus as no recipe is chosen by default."""
     return "+" + override if override.startswith("recipe=") else override
+
+
+def _with_group(overrides: list[str]) -> list[str]:
+    """model.path=FOLDER means model=huggingface, unless a model was chosen."""
+    starts = [override.partition("=")[0] for override in overrides]
+    return ["model=huggingface", *overrides] if "model.path" in starts and "model" not in starts else overrides
 
 
 def _parse_overrides(overrides: list[str]) -> list[Override]:
@@ -226,6 +232,7 @@ examples:
   python -m nemo_qad.train -m +recipe=max,mse,four_over_six          one job for each recipe
   python -m nemo_qad.train +recipe=max 'stages=[teacher,ptq,evaluate]'
   python -m nemo_qad.train +recipe=four_over_six qad.loss=sampled    QAD without the teacher in memory
+  python -m nemo_qad.train +recipe=max model.path=FOLDER             a Hugging Face checkpoint, as it is
   python -m nemo_qad.train +recipe=max parallel=local_tp2            starts two ranks here; so does torchrun or srun
   python -m nemo_qad.train +recipe=max --cfg job                     shows every setting, runs nothing
 

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_qad import fields
+from nemo_qad.described import fill
 from nemo_qad.errors import ConfigError
 from nemo_qad.schema import RunConfig
 from nemo_qad.validation import validate
@@ -115,7 +116,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> RunConfig:
     `config_dir` is a folder of the user's own files, searched beside conf/. Raises ConfigError.
     """
     with _composer():
-        return to_run_config(_hydra_config(overrides, config_dir))
+        return to_run_config(_hydra_config(overrides, config_dir), overrides)
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,17 @@ def sweep_settings(overrides: list[str], config_dir: str | None = None) -> Sweep
         return SweepSettings(Path(str(settings.sweep.dir)), basic, params)
 
 
-def to_run_config(cfg: DictConfig) -> RunConfig:
-    """Merges `cfg` onto the strict schema and validates it. Raises ConfigError."""
-    run = _to_schema(cfg)
+def to_run_config(cfg: DictConfig, overrides: Sequence[str] = (), *, frozen: bool = False) -> RunConfig:
+    """Merges `cfg` onto the strict schema and validates it; `frozen`: as a run folder has it, with everything said.
+
+    Raises ConfigError.
+    """
+    run = _to_schema(cfg, overrides, frozen=frozen)
     validate(run)
     return run
 
 
-def _to_schema(cfg: DictConfig) -> RunConfig:
+def _to_schema(cfg: DictConfig, overrides: Sequence[str], *, frozen: bool) -> RunConfig:
     """Unknown keys, wrong types and missing values end here.
 
     Hydra composes onto the schema already, but an added key (`+typo=1`) survives as a phantom attribute:
@@ -151,6 +155,8 @@ def _to_schema(cfg: DictConfig) -> RunConfig:
     """
     try:
         plain = OmegaConf.to_container(cfg)
+        assert isinstance(plain, dict)
+        plain = plain if frozen else fill(cast(dict[str, Any], plain), overrides)
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
@@ -254,4 +260,4 @@ def from_yaml(text: str) -> RunConfig:
         raise ConfigError("config.yaml", "...", f"not YAML ({error})", "Restore the file.") from error
     if not isinstance(cfg, DictConfig):
         raise ConfigError("config.yaml", "...", "not a mapping", "Restore the file.")
-    return to_run_config(cfg)
+    return to_run_config(cfg, frozen=True)

@@ -67,6 +67,7 @@ class ModelConfig:
     """
 
     name: str = MISSING
+    path: str | None = None  # folder of a Hugging Face checkpoint, whose config.json gives all of this
     architecture: Architecture = Architecture.nemotron_h
     hybrid_pattern: str = MISSING
     hidden_size: int = MISSING
@@ -130,6 +131,7 @@ class DataConfig:
     name: str = MISSING
     source: Source = MISSING
     path: str | None = None  # folder of .bin/.idx pairs and tokenizer.json, for source=indexed
+    tokenizer: str | None = None  # folder with the tokenizer.json that source=stdlib uses instead of training one
     held_out_fraction: float = 0.05
     generated_fraction: float = 0.25
     seed: int = 1234

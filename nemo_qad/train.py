@@ -95,7 +95,7 @@ def job(cfg: Any) -> dict[str, Any] | None:
 
     A single run that fails ends the process; in a sweep the failure is noted and the others go on.
     """
-    run = config.to_run_config(cfg)
+    run = config.to_run_config(cfg, list(HydraConfig.get().overrides.task))
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _sweep_job(run)
     summary, _, status = _attempt(run)

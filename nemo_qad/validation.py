@@ -35,6 +35,8 @@ MAY_BE_ZERO = {
     "qad.warmup_steps",
     "teacher.warmup_steps",
 }
+MAY_BE_ZERO |= {"model.moe.shared_expert_ffn_hidden_size"}
+_ONLY_WITH = {"model.mamba": "M", "model.moe": "E"}  # parts that matter where the model has such layers
 MUST_BE_POSITIVE = {"qad.temperature", "qad.adam_eps", "model.layernorm_epsilon", "model.init_std"}
 MUST_BE_POSITIVE |= {"qad.learning_rate", "teacher.learning_rate", "export.max_shard_gb"}
 MUST_BE_POSITIVE |= {"model.moe.routed_scaling_factor"}
@@ -62,7 +64,7 @@ def validate(run: RunConfig) -> None:
 def check_inputs(run: RunConfig) -> None:
     """Raises ConfigError when a folder that the run reads is not there, or was not named."""
     teacher = run.teacher.path if reads_teacher(run) else None
-    folders = {"data.path": run.data.path, "teacher.path": teacher}
+    folders = {"data.path": run.data.path, "data.tokenizer": run.data.tokenizer, "teacher.path": teacher}
     for field, path in (folders | {"qad.teacher_logits": run.qad.teacher_logits}).items():
         if path and not Path(path).is_dir():
             raise ConfigError(field, path, "no such folder", "Give the path of an existing folder.")
@@ -90,7 +92,8 @@ def _check_numbers(node: Any, prefix: str) -> None:
     for field in fields(node):
         value, name = getattr(node, field.name), prefix + field.name
         if is_dataclass(value):
-            _check_numbers(value, name + ".")
+            if not (name in _ONLY_WITH and _ONLY_WITH[name] not in node.hybrid_pattern + node.mtp_pattern):
+                _check_numbers(value, name + ".")
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int):

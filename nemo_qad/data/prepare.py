@@ -109,25 +109,21 @@ def cache_key(data: DataConfig, vocab_size: int, fingerprint: str) -> str:
         "generated_fraction": data.generated_fraction,
         "seed": data.seed,
     }
+    if data.tokenizer:
+        what["tokenizer"] = _digest([Path(data.tokenizer) / "tokenizer.json"])
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _write(folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.SourceFile], progress: Progress) -> None:
     progress(f"Reading {len(files)} files of Python's standard library")
     text = corpus.read(corpus.stdlib_folder(), files, held_out_fraction=data.held_out_fraction, seed=data.seed)
-    progress(f"Training a tokenizer with {vocab_size} ids")
-    # Often enough that each word and sign becomes one token before the vocabulary is full.
-    words = [" " + " ".join(generated.VOCABULARY)] * WORD_REPEATS
-    stream = generated.training_documents(data.seed)
-    bpe = tokenizer.train([*text.train, *words, *itertools.islice(stream, WORD_REPEATS)], vocab_size)
-    generated.check_words(bpe, vocab_size)
-    tokenizer.save(bpe, folder / "tokenizer")
+    bpe, end = _tokenizer(folder / "tokenizer", data, vocab_size, text.train, progress)
     progress("Tokenising")
-    natural = tokenizer.encode(bpe, text.train)
+    natural = tokenizer.encode(bpe, text.train, end)
     num_natural = sum(map(len, natural))
     wanted = round(num_natural * data.generated_fraction / (1 - data.generated_fraction))
-    made = generated_tokens(bpe, wanted, data.seed)
-    held_out = tokenizer.encode(bpe, text.held_out)
+    made = generated_tokens(bpe, wanted, data.seed, end)
+    held_out = tokenizer.encode(bpe, text.held_out, end)
     progress("Writing .bin and .idx files")
     indexed.write(folder / "train", [*natural, *made], vocab_size)
     indexed.write(folder / "held_out", held_out, vocab_size)
@@ -146,12 +142,39 @@ def _write(folder: Path, data: DataConfig, vocab_size: int, files: list[corpus.S
     _write_manifest(folder, statistics)
 
 
-def generated_tokens(bpe: Tokenizer, num_tokens: int, seed: int) -> list[np.ndarray]:
+def _tokenizer(
+    folder: Path, data: DataConfig, vocab_size: int, texts: list[str], progress: Progress
+) -> tuple[Tokenizer, int]:
+    """The tokenizer, trained or the one that data.tokenizer names, and the id that ends a document; in `folder` too."""
+    if data.tokenizer:
+        source = Path(data.tokenizer)
+        bpe = tokenizer.load(source)
+        end = tokenizer.end_of_document(bpe, source)
+        if end is None:
+            raise UserError(f"data.tokenizer={source}: tokenizer_config.json names no eos_token, which ends documents")
+        if bpe.get_vocab_size() > vocab_size:
+            problem = f"smaller than the {bpe.get_vocab_size()} ids of {source / 'tokenizer.json'}"
+            raise ConfigError("model.vocab_size", vocab_size, problem, "Use the tokenizer of this model.")
+        tokenizer.copy_files(source, folder)
+        return bpe, end
+    progress(f"Training a tokenizer with {vocab_size} ids")
+    # Often enough that each word and sign becomes one token before the vocabulary is full.
+    words = [" " + " ".join(generated.VOCABULARY)] * WORD_REPEATS
+    stream = generated.training_documents(data.seed)
+    bpe = tokenizer.train([*texts, *words, *itertools.islice(stream, WORD_REPEATS)], vocab_size)
+    generated.check_words(bpe, vocab_size)
+    tokenizer.save(bpe, folder)
+    own_end = bpe.token_to_id(tokenizer.END_OF_DOCUMENT)
+    assert own_end is not None
+    return bpe, own_end
+
+
+def generated_tokens(bpe: Tokenizer, num_tokens: int, seed: int, end: int) -> list[np.ndarray]:
     """Encoded training documents made by rule, at least `num_tokens` tokens in all (none for 0)."""
     stream = generated.training_documents(seed)
     made: list[np.ndarray] = []
     while num_tokens > 0:
-        batch = tokenizer.encode(bpe, [next(stream) for _ in range(1000)])
+        batch = tokenizer.encode(bpe, [next(stream) for _ in range(1000)], end)
         for document in batch:
             if num_tokens <= 0:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from nemo_qad.errors import ConfigError, UserError
 END_OF_DOCUMENT = "<eod>"  # id 0: ends every document, and starts every question
 PADDING = "<pad>"  # id 1: never in the data; fills questions up to one length
 NUM_SPECIAL = 2
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 MIN_VOCAB_SIZE = 512  # 256 bytes, 2 specials, and merges that make the generated words single tokens
 
 
@@ -70,6 +78,20 @@ def load(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is not a tokenizer of the tokenizers library ({error}): copy it again.") from None
 
 
+def copy_files(source: Path, target: Path) -> None:
+    """The files of a tokenizer, as far as `source` has them; tokenizer.json it must have.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not (source / "tokenizer.json").is_file():
+        raise UserError(f"{source} holds no tokenizer.json: give the folder of the model's tokenizer")
+    target.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
 def end_of_document(tokenizer: Tokenizer, folder: Path) -> int | None:
     """The id that separates documents: ours, else the eos_token of tokenizer_config.json, else none."""
     token: object = END_OF_DOCUMENT
@@ -84,9 +106,8 @@ def end_of_document(tokenizer: Tokenizer, folder: Path) -> int | None:
     return tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 
-def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each text with the end-of-document id appended, int64 [length]."""
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[np.ndarray]:
+    """Token ids of each text with the id `end` appended, int64 [length]."""
     # Without special tokens in the text: a file that spells "<eod>" must not end a document.
     tokenizer.encode_special_tokens = True
     return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in tokenizer.encode_batch_fast(texts)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_qad import agreement
-from nemo_qad.errors import UserError
+from nemo_qad.data import tokenizer
 from nemo_qad.files import new_folder, readable, write_json
 from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.gathered import Part, gathered_mappings
 from nemo_qad.huggingface.names import Mapping, to_hf
 from nemo_qad.schema import ModelConfig
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def save_bf16(
@@ -86,7 +77,7 @@ def write_folder(
         for name, content in {"config.json": config, **extra_json}.items():
             write_json(partial / name, content)
         if tokenizer_folder is not None:
-            _copy_tokenizer(tokenizer_folder, partial)
+            tokenizer.copy_files(tokenizer_folder, partial)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
@@ -132,11 +123,3 @@ def _partial_name(number: int) -> str:
 
 def _shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    if not (source / "tokenizer.json").is_file():
-        raise UserError(f"{source} holds no tokenizer.json: give the folder of the model's tokenizer")
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)

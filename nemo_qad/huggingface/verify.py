@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3_NAN = 0x7F
-EMBEDDINGS = "backbone.embeddings.weight"
+EMBEDDINGS = ("backbone.embeddings.weight", "model.embed_tokens.weight")
 NUM_ROWS_AT_ONCE = 4096
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _SCALES = {
@@ -165,7 +165,7 @@ def _quantisation(folder: Path) -> dict[str, Any]:
 def _layout_problems(entries: dict[str, Entry], plan: dict[str, Any]) -> Iterator[str]:
     """Each linear is quantised as the configuration says, or excluded: never both, never neither."""
     for name, entry in entries.items():
-        if not name.endswith(".weight") or len(entry.shape) < 2 or name == EMBEDDINGS:
+        if not name.endswith(".weight") or len(entry.shape) < 2 or name in EMBEDDINGS:
             continue
         module = name.removesuffix(".weight")
         excluded = any(fnmatchcase(module, glob) for glob in plan["exclude_modules"])

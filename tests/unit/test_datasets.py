@@ -244,7 +244,7 @@ def test_tokenizer_files_are_read_by_transformers(small_prepared: PreparedData) 
 
 def test_text_that_spells_a_special_token_does_not_end_a_document() -> None:
     bpe = tokenizer.train(["some text"], 512)
-    (ids,) = tokenizer.encode(bpe, ["a <eod> b"])
+    (ids,) = tokenizer.encode(bpe, ["a <eod> b"], 0)
     assert list(ids).count(0) == 1 and ids[-1] == 0
 
 
