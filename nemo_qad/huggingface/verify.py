@@ -17,14 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nemo_qad.errors import UserError
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Tensor = Any  # torch's: this module itself reads without torch
 
 E4M3_NAN = 0x7F
 EMBEDDINGS = ("backbone.embeddings.weight", "model.embed_tokens.weight")
@@ -35,7 +34,7 @@ _SCALES = {
     "F8_E4M3": {"weight_scale": "F32", "input_scale": "F32"},
 }
 _ALGORITHMS = {"U8": "W4A16_NVFP4", "F8_E4M3": "FP8"}
-_DTYPES = {"U8": np.uint8, "F8_E4M3": np.uint8, "BF16": np.uint16, "F32": np.float32}
+_DTYPES = {"U8": np.uint8, "F8_E4M3": np.uint8, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,10 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def itemsize(self) -> int:
+        return int(np.dtype(_DTYPES[self.dtype]).itemsize)
 
     def array(self) -> np.ndarray:
         """Memory-mapped raw values; FP8 as uint8, BF16 as uint16."""
@@ -69,9 +72,7 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Tensor]]) -> dict[
         UserError: naming the first tensors that differ, lack a scale, or hold a scale that is not finite
             and positive; or a linear that is both quantised and excluded, or neither.
     """
-    entries = read_entries(folder)
-    plan = _quantisation(folder)
-    problems = [*_layout_problems(entries, plan), *_scale_problems(entries), *_kv_problems(entries, plan)]
+    entries, _, problems = layout(folder)
     _stop(folder, problems)
     compared, names = 0, set()
     for name, tensor in expected:
@@ -81,7 +82,7 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Tensor]]) -> dict[
             problems.append(f"{name}: {wrong}")
         compared += tensor.numel()
     problems += [
-        f"{name}: not a tensor of the model" for name in entries if not _is_scale(name) and name not in names
+        f"{name}: not a tensor of the model" for name in entries if not is_scale(name) and name not in names
     ]
     _stop(folder, problems)
     formats = [entry.dtype for name, entry in entries.items() if name.endswith(".weight")]
@@ -92,6 +93,20 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Tensor]]) -> dict[
         "num_fp8_linears": formats.count("F8_E4M3"),
         "num_values_compared": compared,
     }
+
+
+def layout(folder: Path) -> tuple[dict[str, Entry], dict[str, Any], list[str]]:
+    """The tensors, `quantization` of hf_quant_config.json, and what is wrong with both as they stand.
+
+    Raises:
+        UserError: a file that is missing, damaged, or contradicts another.
+    """
+    entries, plan = read_entries(folder), _quantisation(folder)
+    return entries, plan, [
+        *_layout_problems(entries, plan),
+        *_scale_problems(entries),
+        *_kv_problems(entries, plan),
+    ]
 
 
 def read_entries(folder: Path) -> dict[str, Entry]:
@@ -203,7 +218,7 @@ def _scale_shape(weight: Entry, dtype: str) -> tuple[int, ...]:
 
 def _scale_problems(entries: dict[str, Entry]) -> Iterator[str]:
     for name, entry in entries.items():
-        if _is_scale(name):
+        if is_scale(name):
             values = entry.array()
             if entry.dtype == "F8_E4M3":
                 good = bool(((values > 0) & (values < E4M3_NAN)).all())  # positive codes, NaN (0x7F) excluded
@@ -226,7 +241,7 @@ def _kv_problems(entries: dict[str, Entry], plan: dict[str, Any]) -> Iterator[st
                     yield f"{scale}: {'missing' if wanted else 'there, though the KV cache is not quantised'}"
 
 
-def _is_scale(name: str) -> bool:
+def is_scale(name: str) -> bool:
     return name.rpartition(".")[2] in {"weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"}
 
 

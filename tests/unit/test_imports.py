@@ -23,8 +23,8 @@ PACKAGES = (
     "quantization",
     "training",
 )
-ABOVE_PACKAGES = ("stages", "config", "command_line", "train", "sweep")
-ENTRIES = ("train", "command_line", "sweep")
+ABOVE_PACKAGES = ("stages", "config", "command_line", "train", "sweep", "export")
+ENTRIES = ("train", "command_line", "sweep", "export")
 NUMERICS = (
     "quantization.nvfp4",
     "quantization.nvfp4_fast",
@@ -45,9 +45,15 @@ WITHOUT_TORCH = (
     "command_line",
     "config",
     "errors",
+    "described",
     "evaluation.recovery",
     "evaluation.report",
+    "export",
     "fields",
+    "huggingface.architectures",
+    "huggingface.engines",
+    "huggingface.inspect",
+    "huggingface.verify",
     "choices",
     "launcher",
     "ranks",
