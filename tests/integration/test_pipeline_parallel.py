@@ -18,7 +18,7 @@ from test_pipeline import SHORT
 
 from nemo_qad.files import sha256
 
-LAYOUTS = {name: [f"parallel=local_{name}"] for name in ("tp2", "cp2", "ep2", "pp2", "dp2")} | {
+LAYOUTS = {name: [f"parallel=local_{name}"] for name in ("tp2", "cp2", "ep2", "pp2")} | {
     "cp2_ep2": ["parallel=local_cp2_ep2", "qad.micro_batch_size=4"],
 }
 
