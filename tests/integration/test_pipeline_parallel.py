@@ -135,3 +135,17 @@ def test_the_teachers_file_on_two_ranks(one: Path, layout: str) -> None:
         assert ours[key] == pytest.approx(theirs[key], rel=2e-2)
     ours, theirs = (_result(one / name / "run", "logits") for name in (f"sparse_{layout}", "sparse_one"))
     assert ours["num_bytes"] == theirs["num_bytes"]
+
+
+def test_ctrl_c_while_the_teacher_trains_for_two_ranks_continues_it(tmp_path: Path, one: Path) -> None:
+    """In a process of its own, behind the first rank: it saves, and the next start goes on from there."""
+    (tmp_path / "cache").mkdir()
+    for data in (one / "cache").glob("data-*"):
+        (tmp_path / "cache" / data.name).symlink_to(data)
+    extra = ["stages=[ptq]", "run_dir=run", "parallel=local_tp2"]
+    status, output = command.interrupt(tmp_path, SHORT, "teacher 12/60", *extra)
+    assert status == 130 and "Traceback" not in output, output
+    status, output = _run(tmp_path, *extra)
+    assert status == 0 and "teacher: continues after step" in output, output
+    ours, theirs = (next((root / "cache").glob("teacher-*/training.json")) for root in (tmp_path, one))
+    assert json.loads(ours.read_text())["digest"] == json.loads(theirs.read_text())["digest"]
