@@ -186,18 +186,20 @@ def _sparse_batch(session: Session, part: Part, first: int, tokens_BS: Tensor) -
     teacher, found = session.teacher, None
     hidden_BSD = whole_hidden(teacher, tokens_BS.to(runtime.device()))
     if hidden_BSD is not None:
-        found = _sparse_values(session, part, first, hidden_BSD)
+        found = _sparse_values(session, teacher, part, first, hidden_BSD)
     return {"tokens": tokens_BS, **Ranks.of(teacher).from_last_stage(found)}
 
 
-def _sparse_values(session: Session, part: Part, first: int, hidden_BSD: Tensor) -> dict[str, Tensor]:
+def _sparse_values(
+    session: Session, teacher: torch.nn.Module, part: Part, first: int, hidden_BSD: Tensor
+) -> dict[str, Tensor]:
     """indices, log_prob [B, S, K] and, of the exact form, log_tail [B, S], on the CPU."""
-    size, (hidden_TD, weight_vD) = hidden_BSD.shape[:2], output_operands_of(session.teacher, hidden_BSD.flatten(0, 1))
+    size, (hidden_TD, weight_vD) = hidden_BSD.shape[:2], output_operands_of(teacher, hidden_BSD.flatten(0, 1))
     settings: dict[str, Any] = {
         "vocab_size": session.run.model.vocab_size,
         "temperature": part.temperature,
         "memory_budget": session.run.qad.loss_memory_mib * 2**20,
-        "group": Ranks.of(session.teacher).groups.tp,
+        "group": Ranks.of(teacher).groups.tp,
     }
     try:
         if part.kind == Loss.top_k.value:

@@ -127,11 +127,11 @@ class Distillation:
                 if trainer.step % config.validate_every == 0 or trainer.step == config.steps:
                     self._validate(log)
                 bar.advance(tokens=result.num_tokens, kl=result.loss, held_out_kl=self.last_kl)
-                stopping = stop.agreed()
-                if stopping or trainer.step % config.save_every == 0 or trainer.step == config.steps:
+                is_due = trainer.step % config.save_every == 0 or trainer.step == config.steps
+                if stop.agreed() or is_due:
                     self._save()
-                if stopping and trainer.step < config.steps:
-                    raise Interrupted(trainer.step)
+                    if trainer.step < config.steps and stop.agreed():  # perhaps asked for while it was saved
+                        raise Interrupted(trainer.step)
 
     def _save(self) -> None:
         meta = {"best": vars(self.best), "first_kl": self.first_kl, "last_kl": self.last_kl}
