@@ -112,7 +112,8 @@ def read(folder: Path, files: list[SourceFile], *, held_out_fraction: float, see
         held_out_fraction: share of the bytes that whole modules hold back, 0 < share <= 0.5.
         seed: chooses the modules; the same Python and seed give the same split.
     Raises:
-        ConfigError: `held_out_fraction` is out of range, or no module is small enough for it.
+        ConfigError: `held_out_fraction` is out of range, or no module is small enough for it, or what is held out is
+            training text too.
     """
     texts = {file.name: text for file in files if (text := _read_text(folder / file.name)) is not None}
     files = [file for file in files if file.name in texts]
@@ -129,6 +130,9 @@ def read(folder: Path, files: list[SourceFile], *, held_out_fraction: float, see
     for text in train:
         seen.update(windows(text))
     held_out = [piece for text in held_out for piece in cut_shared(text, seen)]
+    if not held_out:
+        problem = "no held-out text is left, as all of it is in the training text too"
+        raise ConfigError("data.held_out_fraction", held_out_fraction, problem, "Give 0.05, or another data.seed.")
     return Corpus(train, held_out, sorted(held_out_modules), digest.hexdigest())
 
 
