@@ -75,11 +75,20 @@ def check_inputs(run: RunConfig) -> None:
             f"model={run.model.name} is a released model, too large to train here",
             "Give teacher.path=FOLDER, the Hugging Face checkpoint of its BF16 weights.",
         )
+    if run.model.mtp_num_layers and not run.teacher.path:
+        raise ConfigError(
+            "model.mtp_num_layers",
+            run.model.mtp_num_layers,
+            "these blocks are copied from a checkpoint, not trained here",
+            "Give teacher.path=FOLDER, or model.mtp_num_layers=0 model.mtp_pattern=''.",
+        )
 
 
 def reads_teacher(run: RunConfig) -> bool:
     """Whether a stage of this run needs the teacher's weights once its digest is known."""
     readers = {Stage.teacher, Stage.ptq, Stage.evaluate}
+    if run.model.mtp_num_layers:
+        readers.add(Stage.export)  # which copies those blocks
     if not run.qad.loss.is_sparse:
         readers.add(Stage.qad)
     elif run.qad.teacher_logits is None:

@@ -117,6 +117,27 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     return common | architecture_fields(model) | rest
 
 
+def exported_config(model: ModelConfig, source: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
+    """config.json of a checkpoint that was made from another: what that one says stays, such as its token identifiers.
+
+    Args:
+        source: config.json of the other, or None. dtype: of the tensors that are not quantised.
+    """
+    gone = {"auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path"}  # no code of others runs
+    kept = {name: value for name, value in (source or {}).items() if name not in gone}
+    return {**hf_config(model), **kept, "torch_dtype": dtype}
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """config.json of a folder, or None where there is none.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    path = folder / "config.json"
+    return _read(path) if path.exists() else None
+
+
 def _hybrid_rest(model: ModelConfig) -> dict[str, Any]:
     """Layers are given as `hybrid_override_pattern`, which transformers, vLLM and TensorRT-LLM all read."""
     return {
@@ -137,7 +158,15 @@ def _hybrid_rest(model: ModelConfig) -> dict[str, Any]:
         "time_step_floor": 1e-4,
         "mamba_ssm_cache_dtype": "float32",
         "num_logits_to_keep": 1,
+        **_prediction_fields(model),
     }
+
+
+def _prediction_fields(model: ModelConfig) -> dict[str, Any]:
+    """Of the blocks that predict further tokens, under the names of Nemotron 3.5's config.json."""
+    if not model.mtp_num_layers:
+        return {}
+    return {"num_nextn_predict_layers": model.mtp_num_layers, "mtp_hybrid_override_pattern": model.mtp_pattern}
 
 
 def check_config(folder: Path, model: ModelConfig) -> None:
@@ -146,10 +175,9 @@ def check_config(folder: Path, model: ModelConfig) -> None:
     Raises:
         UserError: a field that contradicts the model, or a file that is not JSON.
     """
-    path = folder / "config.json"
-    if not path.exists():
+    path, found = folder / "config.json", read_config(folder)
+    if found is None:
         return
-    found = _read(path)
     expected = architecture_fields(model)
     if not model.architecture.is_hybrid:
         found["rope_theta"], expected["rope_theta"] = _rotary_base(path, found), model.rotary_base

@@ -11,22 +11,24 @@ one at a time, as the writer asks for them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nemo_qad import agreement
 from nemo_qad.errors import UserError, show
-from nemo_qad.huggingface.architectures import hf_config
+from nemo_qad.huggingface.architectures import exported_config
 from nemo_qad.huggingface.gathered import Part, gathered, gathered_mappings
-from nemo_qad.huggingface.names import Mapping, linear_names, mappings, to_hf
-from nemo_qad.huggingface.save import write_folder
+from nemo_qad.huggingface.names import Mapping, carried, linear_names, mappings, to_hf
+from nemo_qad.huggingface.save import carried_tensors, write_folder
 from nemo_qad.models.placement import Placement
+from nemo_qad.models.shipped import shipped_dtype
 from nemo_qad.quantization.coverage import check_scales
 from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
 from nemo_qad.quantization.recipes import formats
@@ -46,6 +48,19 @@ _KV_ALGORITHMS = {KvFormat.none: None, KvFormat.fp8: "FP8", KvFormat.nvfp4: "NVF
 _KV_SCHEMES: dict[KvFormat, Any] = {KvFormat.fp8: _FP8_GROUP, KvFormat.nvfp4: "NVFP4"}
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a student was made from, as far as the export keeps what it has.
+
+    folder: where to take the blocks that predict further tokens; only a model with such blocks needs it.
+    config: its config.json, whose fields are kept. dtype: of most of its tensors, as config.json will say.
+    """
+
+    folder: Path | None = None
+    config: dict[str, Any] | None = None
+    dtype: str = "bfloat16"
+
+
 def export_student(
     module: nn.Module,
     folder: Path,
@@ -53,12 +68,14 @@ def export_student(
     recipe: RecipeConfig,
     tokenizer_folder: Path | None,
     max_shard_gb: float,
+    origin: Origin | None = None,
 ) -> dict[str, Any]:
     """Writes the checkpoint of a quantised model; `folder` is whole or absent. A collective call of all ranks.
 
     Args:
         module: the bare, quantised HybridModel, or this rank's part of it.
         max_shard_gb: decimal GB of one safetensors file at most.
+        origin: the checkpoint that the student was made from.
 
     Returns:
         num_tensors, bytes_tensors, bytes_export (all files), the two algorithms, linears in each format.
@@ -66,6 +83,7 @@ def export_student(
     Raises:
         UserError: a tensor is missing, a scale is unusable, or recipe and model disagree.
     """
+    origin = origin or Origin()
     check_scales(module)
     _check_formats(module, model, recipe)
     quantization = quantization_config(model, recipe)
@@ -74,9 +92,12 @@ def export_student(
     def write(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
         facts: dict[str, Any] = {"num_tensors": 0, "bytes_tensors": 0}
         write_folder(
-            _counted(tensors, facts),
+            _counted(itertools.chain(tensors, carried_tensors(model, origin.folder)), facts),
             folder,
-            config={**hf_config(model), "quantization_config": _engine_config(quantization, model, recipe)},
+            config={
+                **exported_config(model, origin.config, origin.dtype),
+                "quantization_config": _engine_config(quantization, model, recipe),
+            },
             extra_json={"hf_quant_config.json": quantization},
             tokenizer_folder=tokenizer_folder,
             max_shard_gb=max_shard_gb,
@@ -98,7 +119,7 @@ def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str,
     def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
         linear = _quantised_linear(module, local)
         if linear is None:
-            return {"": _deployed(mapping, part)}
+            return {"": _deployed(part)}
         stored = stored_linear(mapping.mcore.removesuffix(".weight"), linear)
         return {key: part.like(value) for key, value in stored.items()}
 
@@ -111,14 +132,14 @@ def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str,
 
 
 def expected_weights(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, FP32 or BF16 value the student computes with) of every tensor but the scales.
+    """(Hugging Face name, value the student computes with, FP32 or as it ships) of every tensor but the scales.
 
-    On the first rank, whole.
+    On the first rank, whole. What is only carried along is not among them.
     """
 
     def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
         linear = _quantised_linear(module, local)
-        return {"": _deployed(mapping, part) if linear is None else part.like(effective_weight(linear))}
+        return {"": _deployed(part) if linear is None else part.like(effective_weight(linear))}
 
     for mapping, whole in gathered_mappings(module, model, own):
         yield from to_hf(mapping, whole[""], model).items()
@@ -183,21 +204,21 @@ def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: Rec
 
 
 def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
-    """Modules with a matrix that stay BF16: unquantised linears, routers, convolutions, the MTP block."""
+    """Modules with a matrix that stay as they were: unquantised linears, routers, convolutions, the MTP block."""
     kinds = ("mixer.gate.weight", "mlp.gate.weight", "mixer.conv1d.weight")
     others = [
         name.removesuffix(".weight")
-        for mapping in mappings(model)
+        for mapping in [*mappings(model), *carried(model)]
         for name in mapping.hf
-        if name.endswith(kinds)
+        if name.endswith(kinds) or (not mapping.mcore and mapping.is_linear)
     ]
     linears = [hf for names in linear_names(model).values() for hf in names if hf not in layers]
     return sorted({*linears, *others}) + (["mtp*"] if model.mtp_num_layers else [])
 
 
-def _deployed(mapping: Mapping, part: Part) -> Part:
-    """What is not quantised, as it ships."""
-    return part._replace(tensor=part.tensor.to(torch.float32 if mapping.is_fp32 else torch.bfloat16))
+def _deployed(part: Part) -> Part:
+    """What is not quantised, as it ships: in the dtype of the checkpoint it came from."""
+    return part._replace(tensor=part.tensor.to(shipped_dtype(part.tensor)))
 
 
 def _kv_scale_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:

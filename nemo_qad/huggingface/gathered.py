@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nemo_qad.errors import UserError
 from nemo_qad.huggingface.names import Mapping, held_names, mappings, tensor_cut
 from nemo_qad.models.placement import Pieces
+from nemo_qad.models.shipped import set_shipped_dtype, shipped_dtype
 from nemo_qad.models.whole import is_first_replica, is_writer
 from nemo_qad.schema import ModelConfig
 
@@ -23,7 +24,6 @@ class Part(NamedTuple):
 
     tensor: Tensor
     cut: Pieces | None
-
 
     def like(self, other: Tensor) -> Part:
         """`other`, made of this tensor [O, I], with the same cut: [O, I / n], or one value for all of it."""
@@ -55,8 +55,10 @@ def gathered_mappings(
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def parts(name: str, local: str) -> dict[str, Part]:
-        tensor = tensors[local].detach()
-        return own(table[name], local, Part(tensor, tensor_cut(module, local, tensors[local])))
+        marked, tensor = tensors[local], tensors[local].detach()
+        default = torch.float32 if table[name].is_fp32 else torch.bfloat16
+        set_shipped_dtype(tensor, shipped_dtype(marked, default))
+        return own(table[name], local, Part(tensor, tensor_cut(module, local, marked)))
 
     try:
         for name, found in gathered(module, list(table), held, parts):

@@ -2,152 +2,144 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_qad import agreement
 from nemo_qad.errors import UserError
 from nemo_qad.huggingface.architectures import check_config
-from nemo_qad.huggingface.names import Content, Kind, Mapping, held_tensors, mappings, shapes, to_mcore
-from nemo_qad.models.whole import fitted
+from nemo_qad.huggingface.names import Content, carried, held_tensors, mappings
+from nemo_qad.huggingface.slices import read_own
+from nemo_qad.huggingface.source import Dtypes, SafetensorsFolder, listing, widest
+from nemo_qad.models.shipped import set_shipped_dtype
 from nemo_qad.schema import ModelConfig
 
-_SHOWN = 8  # names listed in a message
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+OUTPUT = "lm_head.weight"
+_INF = float("inf")
 
 
-class SafetensorsFolder:
-    """The tensors of all model*.safetensors files of a folder, read one at a time.
+@dataclass
+class Loaded:
+    """What a load found. `rounded`: tensors that are FP32 on disk and were rounded to the model's BF16."""
 
-    Raises:
-        UserError: no such files, a damaged file or index, a tensor that is in two files.
-    """
-
-    def __init__(self, folder: Path, files: ExitStack) -> None:
-        self.folder = folder
-        self._readers: dict[str, Any] = {}
-        for path in weight_files(folder):
-            try:
-                reader = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is truncated or not a safetensors file ({error}). Copy it again.") from None
-            for name in reader.keys():  # noqa: SIM118 (not a dict)
-                if name in self._readers:
-                    raise UserError(f"{path}: tensor {name} is in another file of the folder too. Remove one of them.")
-                self._readers[name] = reader
-
-    def names(self) -> set[str]:
-        return set(self._readers)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._readers[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> Tensor:
-        try:
-            return self._readers[name].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.folder}: tensor {name} cannot be read ({error}). Copy the file again.") from None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint in order; those of its index where it has one.
-
-    Raises:
-        UserError: the folder, the files or the index are missing or damaged.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index} is not a safetensors index ({error!r}). Copy it again.") from None
-        missing = [name for name in listed if not (folder / name).is_file()]
-        if missing:
-            raise UserError(f"{folder}: files named by the index are missing: {_listing(missing)}")
-        return [folder / name for name in listed]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    return [single]
-
-
-def weights_digest(folder: Path) -> str:
-    """sha256 (hex) over the weight files' names and bytes, in order."""
-    digest = hashlib.sha256()
-    for path in weight_files(folder):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    rounded: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
-def load_weights(module: torch.nn.Module, folder: Path, model: ModelConfig) -> None:
+def load_weights(module: torch.nn.Module, folder: Path, model: ModelConfig) -> Loaded:
     """Fill `module`, the bare model or a rank's part of it, with the checkpoint in `folder`, in the module's dtypes.
 
-    The multi-token-prediction blocks (`mtp.*`) are skipped. Memory beyond the module: one tensor. Each rank reads and
-    checks the tensors of which it holds a part.
+    A collective call: each rank reads the parts that it holds, and all of them judge the tensors together. Memory
+    beyond the module: one tensor's part, twice. Blocks that predict further tokens are checked and not kept.
 
     Raises:
         UserError: names every missing, extra, misshapen, constant, all-zero or non-finite tensor it finds,
             the file that is damaged, or the field of config.json that contradicts the model.
     """
     check_config(folder, model)
+    loaded = Loaded()
     with ExitStack() as files:
         source = SafetensorsFolder(folder, files)
-        _check_names_and_shapes(source, model)
+        _check_headers(source, model)
+        seen: dict[str, tuple[float, float]] = {}
         for mapping, target, cut in held_tensors(module, mappings(model)):
-            parts = {name: source.read(name) for name in mapping.hf}
-            _check_values(folder, mapping, parts)
-            whole = to_mcore(mapping, parts, model)
-            if cut and mapping.kind == Kind.vocabulary:
-                whole = fitted(whole, len(target) * cut.group.size())
-            target.copy_(cut.own(whole) if cut else whole)
+            dtype = widest(dtype for name in mapping.hf if (dtype := source.dtype(name)))
+            value, read = read_own(source, mapping, cut, len(target), model)
+            seen |= {name: _range(parts) for name, parts in read.items() if parts}
+            target.copy_(value)
+            set_shipped_dtype(target, dtype)
+            if dtype is torch.float32 and target.dtype is torch.bfloat16:
+                loaded.rounded += mapping.hf
+        if agreement.is_first():
+            seen |= {name: _range([source.read(name)]) for mapping in carried(model) for name in mapping.hf}
+            _check_tied_output(source, model)
+        _check_ranges(folder, model, seen)
+    return loaded
 
 
-def _check_names_and_shapes(source: SafetensorsFolder, model: ModelConfig) -> None:
-    expected = shapes(model)
-    found = {name for name in source.names() if not name.startswith("mtp.")}
+def mark_dtypes(module: torch.nn.Module, dtypes: Dtypes, model: ModelConfig) -> None:
+    """Lets each of the module's tensors ship in the dtype of the checkpoint, as `load_weights` does.
+
+    For students whose weights come from elsewhere.
+    """
+    for mapping, target, _ in held_tensors(module, mappings(model)):
+        set_shipped_dtype(target, widest(dtypes.of(name) for name in mapping.hf))
+
+
+def _check_headers(source: SafetensorsFolder, model: ModelConfig) -> None:
+    """Names, shapes and dtypes, of which no value is read."""
+    table = [*mappings(model), *carried(model)]
+    expected = {name: shape for m in table for name, shape in zip(m.hf, m.shapes, strict=True)}
+    found = source.names()
     if model.tied_output:
-        found.discard("lm_head.weight")
-    problems = [f"missing: {_listing(expected.keys() - found)}"] if expected.keys() - found else []
-    if found - expected.keys():
-        problems.append(f"not part of model {model.name}: {_listing(found - expected.keys())}")
+        found.discard(OUTPUT)
+    missing, extra = expected.keys() - found, found - expected.keys()
+    problems = [f"missing: {listing(missing)}"] if missing else []
+    if missing and all(name.startswith("mtp.") for name in missing):
+        problems[0] += (
+            f" (model.mtp_num_layers={model.mtp_num_layers}; transformers drops these tensors when it saves. Take the "
+            "original files, or go without with model.mtp_num_layers=0 model.mtp_pattern='')"
+        )
+    if extra:
+        problems.append(f"not part of model {model.name}: {listing(extra)}")
     wrong = {n: source.shape(n) for n in expected.keys() & found if source.shape(n) != expected[n]}
     if wrong:
-        problems.append("wrong shape: " + _listing(f"{n} {list(s)}, not {list(expected[n])}" for n, s in wrong.items()))
+        problems.append("wrong shape: " + listing(f"{n} {list(s)}, not {list(expected[n])}" for n, s in wrong.items()))
+    quantised = [name for name in expected.keys() & found if source.dtype(name) is None]
+    if quantised:
+        problems.append(f"of a dtype that a quantised checkpoint has, not a BF16 model: {listing(quantised)}")
     if problems:
         raise UserError(f"{source.folder}: tensors {'; '.join(problems)}")
 
 
-def _check_values(folder: Path, mapping: Mapping, parts: dict[str, Tensor]) -> None:
-    for name, tensor in parts.items():
-        problem = next(_problems(tensor, mapping.content), None)
-        if problem:
-            raise UserError(f"{folder}: tensor {name} {problem}. The checkpoint is damaged or not a trained model.")
+def _range(parts: list[Tensor]) -> tuple[float, float]:
+    """Smallest and largest value; NaN where there is one."""
+    bounds = [part.float().aminmax() for part in parts]
+    return _union([(float(low), float(high)) for low, high in bounds])
 
 
-def _problems(tensor: Tensor, content: Content) -> Iterator[str]:
-    if tensor.dtype not in _FLOATS:
-        yield f"has dtype {tensor.dtype}: a quantised checkpoint cannot be the BF16 model"
-    low, high = (value.item() for value in tensor.float().aminmax())
-    if not (abs(low) < float("inf") and abs(high) < float("inf")):  # false for NaN, which aminmax propagates
+def _union(ranges: list[tuple[float, float]]) -> tuple[float, float]:
+    if any(low != low for low, _ in ranges):  # min would lose a NaN
+        return float("nan"), float("nan")
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _check_ranges(folder: Path, model: ModelConfig, seen: dict[str, tuple[float, float]]) -> None:
+    """A part may be constant where the whole is not: what one rank suspects, all ranks that hold a part judge."""
+    suspects = [name for name, (low, high) in seen.items() if not (-_INF < low < high < _INF)]
+    union = sorted({name for names in agreement.of_all(suspects) for name in names})
+    if not union:
+        return
+    everyone = agreement.of_all({name: seen[name] for name in union if name in seen})
+    merged = {name: _union([ranges[name] for ranges in everyone if name in ranges]) for name in union}
+    contents = {name: m.content for m in [*mappings(model), *carried(model)] for name in m.hf}
+    wrong = [f"{name} {problem}" for name in union for problem in _problems(*merged[name], contents[name])]
+    if wrong:
+        raise UserError(f"{folder}: tensor {listing(wrong)}. The checkpoint is damaged or not a trained model.")
+
+
+def _problems(low: float, high: float, content: Content) -> Iterator[str]:
+    if not (abs(low) < _INF and abs(high) < _INF):  # false for NaN
         yield "holds NaN or Inf"
-    if content != Content.free and low == high == 0:
+    elif content != Content.free and low == high == 0:
         yield "is all zero"
-    if content == Content.weight and low == high:
+    elif content == Content.weight and low == high:
         yield f"is constant ({low})"
 
 
-def _listing(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
+def _check_tied_output(source: SafetensorsFolder, model: ModelConfig) -> None:
+    """An output layer beside a tied embedding must be the embedding: it would be ignored."""
+    if not model.tied_output or OUTPUT not in source.names():
+        return
+    embedding = mappings(model)[0].hf[0]
+    same = source.shape(OUTPUT) == source.shape(embedding) and torch.equal(source.read(OUTPUT), source.read(embedding))
+    if not same:
+        raise UserError(
+            f"{source.folder}: tensor {OUTPUT} differs from {embedding}, though config.json has "
+            "tie_word_embeddings=true. Set it to false there if the output layer is one of its own"
+        )

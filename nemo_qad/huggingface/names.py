@@ -1,8 +1,8 @@
 """Names and shapes of a model's tensors: one table an architecture, read by loading, saving and export alike.
 
 Megatron-Core names are those of the torch spec at tensor, pipeline and expert parallel size 1. Hugging Face names are
-those on disk, which transformers, vLLM, TensorRT-LLM and SGLang read. The multi-token-prediction blocks (`mtp.*`) are
-not part of the table.
+those on disk, which transformers, vLLM, TensorRT-LLM and SGLang read. The multi-token-prediction blocks (`mtp.*`) have
+a table of their own: they are carried from the BF16 checkpoint to the export and never computed with.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nemo_qad.models.placement import Pieces, Placement, is_expert, pieces
 from nemo_qad.schema import ModelConfig
 
 __all__ = [
-    "Content", "Kind", "Mapping", "held_names", "held_tensors", "linear_names", "mappings", "num_parameters", "shapes",
-    "tensor_cut", "to_hf", "to_mcore",
+    "Content", "Kind", "Mapping", "carried", "held_names", "held_tensors", "linear_names", "mappings", "num_parameters",
+    "shapes", "tensor_cut", "to_hf", "to_mcore",
 ]  # fmt: skip
 
 
@@ -40,6 +40,11 @@ def mappings(model: ModelConfig) -> list[Mapping]:
 def shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every Hugging Face tensor of the model and its shape, without allocating any of them."""
     return {name: shape for m in mappings(model) for name, shape in zip(m.hf, m.shapes, strict=True)}
+
+
+def carried(model: ModelConfig) -> list[Mapping]:
+    """Tensors of a checkpoint that no module here holds: the blocks that predict further tokens. `mcore` is empty."""
+    return nemotron_h.prediction_mappings(model) if model.architecture is Architecture.nemotron_h else []
 
 
 def num_parameters(model: ModelConfig) -> int:

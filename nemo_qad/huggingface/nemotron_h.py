@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nemo_qad.huggingface.mapping import Content, Kind, Mapping, norm, single
 from nemo_qad.schema import ModelConfig
 
@@ -14,6 +16,20 @@ def layer_mappings(model: ModelConfig) -> list[Mapping]:
     for index, layer_type in enumerate(model.hybrid_pattern):
         table += _LAYERS[layer_type](model, f"decoder.layers.{index}", f"backbone.layers.{index}")
     return table
+
+
+def prediction_mappings(model: ModelConfig) -> list[Mapping]:
+    """Every tensor of the stored multi-token-prediction blocks. Megatron-Core builds none of them here: no `mcore`."""
+    table: list[Mapping] = []
+    length, hidden = len(model.mtp_pattern), model.hidden_size
+    for block in range(model.mtp_num_layers):
+        first = f"mtp.layers.{block * length}"
+        table.append(single("", f"{first}.eh_proj.weight", (hidden, 2 * hidden), is_linear=True))
+        table += [norm("", f"{first}.{name}.weight", hidden) for name in ("enorm", "hnorm")]
+        for index, layer_type in enumerate(model.mtp_pattern, block * length):
+            table += _LAYERS[layer_type](model, "", f"mtp.layers.{index}")
+        table.append(norm("", f"mtp.layers.{(block + 1) * length - 1}.final_layernorm.weight", hidden))
+    return [replace(mapping, mcore="") for mapping in table]
 
 
 def _mlp(mcore: str, hf: str, hidden: int, width: int) -> list[Mapping]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from nemo_qad import agreement
 from nemo_qad.data import tokenizer
+from nemo_qad.errors import UserError
 from nemo_qad.files import new_folder, readable, write_json
 from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.gathered import Part, gathered_mappings
-from nemo_qad.huggingface.names import Mapping, to_hf
+from nemo_qad.huggingface.names import Mapping, carried, to_hf
+from nemo_qad.huggingface.source import tensors_of
 from nemo_qad.schema import ModelConfig
 
 
@@ -25,12 +28,17 @@ def save_bf16(
     model: ModelConfig,
     tokenizer_folder: Path | None,
     max_shard_gb: float,
+    carried_from: Path | None = None,
 ) -> None:
-    """Write the model's weights in BF16 (the router's expert bias in FP32), replacing `folder`; a collective call."""
+    """Write the model's weights in BF16 (the router's expert bias in FP32), replacing `folder`; a collective call.
+
+    Args:
+        carried_from: a checkpoint with the blocks that predict further tokens, which are copied as they are.
+    """
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         write_folder(
-            tensors,
+            itertools.chain(tensors, carried_tensors(model, carried_from)),
             folder,
             config=hf_config(model),
             extra_json={},
@@ -49,6 +57,22 @@ def hf_tensors(module: torch.nn.Module, model: ModelConfig) -> Iterator[tuple[st
 
     for mapping, whole in gathered_mappings(module, model, own):
         yield from to_hf(mapping, whole[""], model).items()
+
+
+def carried_tensors(model: ModelConfig, folder: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has beside the model's tensors, byte for byte.
+
+    Raises:
+        UserError: the model has blocks that predict further tokens, and there is no checkpoint to take them from.
+    """
+    names = [name for mapping in carried(model) for name in mapping.hf]
+    if names and folder is None:
+        raise UserError(
+            f"model.mtp_num_layers={model.mtp_num_layers}: these blocks are copied from the BF16 checkpoint, and there "
+            "is none. Give teacher.path=FOLDER, or model.mtp_num_layers=0 model.mtp_pattern=''"
+        )
+    if folder is not None and names:
+        yield from tensors_of(folder, names)
 
 
 def write_folder(

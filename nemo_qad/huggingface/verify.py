@@ -26,6 +26,7 @@ from nemo_qad.errors import UserError
 Tensor = Any  # torch's: this module itself reads without torch
 
 E4M3_NAN = 0x7F
+PREDICTION = "mtp."
 EMBEDDINGS = ("backbone.embeddings.weight", "model.embed_tokens.weight")
 NUM_ROWS_AT_ONCE = 4096
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -231,9 +232,14 @@ def _scale_problems(entries: dict[str, Entry]) -> Iterator[str]:
 
 
 def _kv_problems(entries: dict[str, Entry], plan: dict[str, Any]) -> Iterator[str]:
-    """Every attention layer has both scales where the cache is quantised, and none where it is not."""
+    """Every attention layer has both scales where the cache is quantised, and none where it is not.
+
+    Blocks that predict further tokens are carried as they were, and have none.
+    """
     wanted = plan.get("kv_cache_quant_algo") is not None
     for name in entries:
+        if name.startswith(PREDICTION):
+            continue
         for which in "kv":
             if name.endswith(f".{which}_proj.weight"):
                 scale = name.removesuffix("weight") + f"{which}_scale"

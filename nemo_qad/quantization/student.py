@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nemo_qad.errors import UserError, show
 from nemo_qad.models.placement import Placement
+from nemo_qad.models.shipped import shipped_dtype
 from nemo_qad.quantization import fp8, modelopt, nvfp4
 from nemo_qad.quantization.coverage import check_coverage, check_scales, check_structure, local_linears
 from nemo_qad.quantization.recipes import formats, rules
@@ -137,17 +138,19 @@ def kv_scales(core_attention: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 @contextmanager
 def deployed_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, what is not quantised has the values that ship: BF16, as export rounds them.
+    """Inside, what is not quantised has the values that ship, as export rounds them: BF16, or FP32 or FP16 where the
+    checkpoint that the model came from has it.
 
     Every floating parameter but the weights of quantised linears is rounded in place; buffers (the
-    router's expert_bias, quantizer scales) stay FP32, as they ship. Left, each is restored bit for bit.
+    router's expert_bias, quantizer scales) stay as they are. Left, each is restored bit for bit.
     """
     saved: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter in _unquantised_parameters(module):
-            if parameter.dtype != torch.bfloat16:
+            dtype = shipped_dtype(parameter)
+            if dtype not in (parameter.dtype, torch.float32):
                 saved.append((parameter, parameter.detach().clone()))
-                parameter.data.copy_(parameter.detach().to(torch.bfloat16))
+                parameter.data.copy_(parameter.detach().to(dtype))
         yield
     finally:
         for parameter, value in saved:

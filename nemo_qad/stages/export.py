@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nemo_qad import agreement
 from nemo_qad.files import require_space
-from nemo_qad.huggingface.export import expected_weights, export_student
+from nemo_qad.huggingface.export import Origin, expected_weights, export_student
+from nemo_qad.huggingface.save import carried_tensors
 from nemo_qad.huggingface.verify import verify_folder
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Stage
@@ -28,14 +33,19 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
     """
     started = time.monotonic()
     run, target = session.run, folder(session)
+    assert session.teacher_folder is not None, "the teacher stage runs first"
+    origin = Origin(
+        session.teacher_folder, session.teacher_config,
+        session.teacher_dtypes.default if session.teacher_dtypes else Origin.dtype,
+    )  # fmt: skip
     student = qad.load_student(session, distilled=session.folder.result(Stage.qad) is not None)
     require_space(target, sum(2 * p.numel() for p in student.parameters()), "the export")
     with deployed_weights(student):
         facts = export_student(
-            student, target, run.model, run.recipe, session.data.tokenizer_folder, run.export.max_shard_gb
+            student, target, run.model, run.recipe, _tokenizer(session), run.export.max_shard_gb, origin
         )
         verified = agreement.first_reads(
-            expected_weights(student, run.model), lambda weights: verify_folder(target, weights)
+            expected_weights(student, run.model), lambda weights: verify_folder(target, _and_carried(weights, session))
         )
     session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
     result = {
@@ -48,6 +58,16 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
         "peak_gib": peak_gib(),
     }
     return result, [path for path in target.rglob("*") if path.is_file()]
+
+
+def _tokenizer(session: Session) -> Path:
+    """The teacher's own tokenizer, which brings the chat template and the generation settings; else the data's."""
+    teacher = session.teacher_folder
+    return teacher if teacher and (teacher / "tokenizer.json").is_file() else session.data.tokenizer_folder
+
+
+def _and_carried(weights: Iterator[tuple[str, Tensor]], session: Session) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(weights, carried_tensors(session.run.model, session.teacher_folder))
 
 
 def _weight_bytes(folder: Path) -> int:

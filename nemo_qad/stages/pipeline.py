@@ -117,7 +117,7 @@ def _run_teacher(session: Session) -> None:
     """
     before = session.folder.result(Stage.teacher)
     if before is not None and not reads_teacher(session.run):
-        session.teacher_folder, session.teacher_digest = Path(before["path"]), before["digest"]
+        session.know_teacher(before)
         return
     result = teacher.run(session)
     if before is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from nemo_qad.data.prepare import PreparedData, prepare
 from nemo_qad.distillation.step import output_operands_of
 from nemo_qad.evaluation.metrics import HeldOut, LogitsFn, ProjectedLogits, held_out
 from nemo_qad.files import disk_errors, sha256
-from nemo_qad.huggingface.load import load_weights
+from nemo_qad.huggingface.load import load_weights, mark_dtypes
+from nemo_qad.huggingface.source import Dtypes, listing
 from nemo_qad.models.build import build_model, evaluating
 from nemo_qad.models.forward import Ranks, whole_hidden
 from nemo_qad.models.whole import gather, own_parts, parameter_cut
@@ -74,7 +76,15 @@ class Session:
         # Set by the teacher stage, which every other stage needs.
         self.teacher_folder: Path | None = None
         self.teacher_digest = ""
+        self.teacher_dtypes: Dtypes | None = None
+        self.teacher_config: dict[str, Any] | None = None
         self._teacher: torch.nn.Module | None = None
+
+    def know_teacher(self, known: dict[str, Any]) -> None:
+        """Takes what the teacher stage found: path, digest, dtypes and config.json, in this run or an earlier one."""
+        self.teacher_folder, self.teacher_digest = Path(known["path"]), known["digest"]
+        self.teacher_dtypes = Dtypes(**known["dtypes"]) if "dtypes" in known else None
+        self.teacher_config = known.get("config")
 
     @cached_property
     def data(self) -> PreparedData:
@@ -111,7 +121,9 @@ class Session:
         """A model with the teacher's weights, to be frozen or quantised."""
         assert self.teacher_folder is not None, "the teacher stage runs first"
         module = self.build()
-        load_weights(module, self.teacher_folder, self.run.model)
+        rounded = load_weights(module, self.teacher_folder, self.run.model).rounded
+        if rounded:
+            self.say(f"teacher: FP32 in the folder, rounded to BF16 here: {listing(rounded)}")
         return module
 
     @property
@@ -128,6 +140,8 @@ class Session:
     def load_student(self, tensors: dict[str, Tensor]) -> torch.nn.Module:
         """The inverse of `student_tensors`."""
         module = self.build()
+        if self.teacher_dtypes is not None:
+            mark_dtypes(module, self.teacher_dtypes, self.run.model)
         load_student_tensors(module, tensors, self.run.recipe, self.run.model)
         return module
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from nemo_qad.data.datasets import training_batches, unigram_loss
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress, say
 from nemo_qad.files import read_json, require_space, write_json
-from nemo_qad.huggingface.load import weight_files, weights_digest
+from nemo_qad.huggingface.architectures import read_config
 from nemo_qad.huggingface.save import save_bf16
+from nemo_qad.huggingface.source import dtypes_of, weight_files, weights_digest
 from nemo_qad.schema import ParallelConfig, RunConfig, Stage
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.stages.session import Session, cache_lock, peak_gib
@@ -48,16 +49,26 @@ def run(session: Session) -> dict[str, Any]:
         agreement.first_alone(lambda: _check_folder(session, folder))
     else:
         folder, facts = _cached(session)
-    session.teacher_folder, session.teacher_digest = folder, agreement.first_alone(lambda: weights_digest(folder))
+    known = agreement.first_alone(lambda: _known(folder))
+    session.know_teacher(known)
     if session.folder.result(Stage.teacher) is None:
         _ = session.teacher  # reads and checks every tensor before anything is spent on it; later the digest tells
     return {
         **facts,
-        "path": str(folder),
-        "digest": session.teacher_digest,
+        **known,
         "num_bytes": sum(path.stat().st_size for path in weight_files(folder)),
         "seconds": time.monotonic() - started,
         "peak_gib": peak_gib(),
+    }
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """What later stages need of a teacher, even where its folder is gone by then."""
+    return {
+        "path": str(folder),
+        "digest": weights_digest(folder),
+        "dtypes": asdict(dtypes_of(folder)),
+        "config": read_config(folder),
     }
 
 
