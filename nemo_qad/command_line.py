@@ -40,7 +40,7 @@ class Command:
 def read(argv: Sequence[str]) -> Command:
     """Raises ConfigError for the first mistake; within about a second, for each job of a sweep."""
     args = _parse_arguments(argv)
-    overrides = _with_group([_normalised(override) for override in args.overrides])
+    overrides = with_group([_normalised(override) for override in args.overrides])
     parsed = _parse_overrides(overrides)
     for override in parsed:
         _check_override(override, args.config_dir)
@@ -93,7 +93,7 @@ def _normalised(override: str) -> str:
     return "+" + override if override.startswith("recipe=") else override
 
 
-def _with_group(overrides: list[str]) -> list[str]:
+def with_group(overrides: list[str]) -> list[str]:
     """model.path=FOLDER means model=huggingface, unless a model was chosen."""
     starts = [override.partition("=")[0] for override in overrides]
     return ["model=huggingface", *overrides] if "model.path" in starts and "model" not in starts else overrides

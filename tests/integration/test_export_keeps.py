@@ -22,6 +22,7 @@ from nemo_qad.huggingface.inspect import inspect_folder
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.huggingface.names import carried, mappings
 from nemo_qad.huggingface.save import hf_tensors, save_bf16, write_folder
+from nemo_qad.huggingface.sizes import export_size
 from nemo_qad.huggingface.verify import verify_folder
 from nemo_qad.quantization.calibrate import quantize
 from nemo_qad.quantization.student import deployed_weights
@@ -41,7 +42,8 @@ def groups() -> Iterator[None]:
 def blocks(model: ModelConfig) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(3)
     named = [(name, shape) for m in carried(model) for name, shape in zip(m.hf, m.shapes, strict=True)]
-    return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in named}
+    tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in named}
+    return {name: t.float() if name.endswith("score_correction_bias") else t for name, t in tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(folder: Path) -> dict[str, Tensor]:
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("recipe", ["four_over_six_nvfp4_kv", "mamba_fp8_max"])
+def test_the_size_was_known_before(source: Path, tmp_path: Path, recipe: str) -> None:
+    module = build(MODEL)
+    quantize(module, load_recipe(recipe), MODEL, batches(MODEL))
+    facts = export_student(module, tmp_path / "export", MODEL, load_recipe(recipe), None, 1.0, Origin(source))
+    size = export_size(MODEL, load_recipe(recipe))
+    assert (facts["bytes_tensors"], facts["num_tensors"]) == (size.num_bytes, size.num_tensors)
 
 
 def exported(source: Path, folder: Path, recipe: str = "four_over_six") -> nn.Module:
