@@ -25,6 +25,8 @@ from nemo_qad import agreement
 from nemo_qad.errors import UserError, show
 from nemo_qad.huggingface.architectures import exported_config
 from nemo_qad.huggingface.gathered import Part, gathered, gathered_mappings
+from nemo_qad.huggingface.golden import Golden
+from nemo_qad.huggingface.golden import write as write_golden
 from nemo_qad.huggingface.names import Mapping, carried, linear_names, mappings, to_hf
 from nemo_qad.huggingface.save import carried_tensors, write_folder
 from nemo_qad.models.placement import Placement
@@ -69,6 +71,7 @@ def export_student(
     tokenizer_folder: Path | None,
     max_shard_gb: float,
     origin: Origin | None = None,
+    golden: Golden | None = None,
 ) -> dict[str, Any]:
     """Writes the checkpoint of a quantised model; `folder` is whole or absent. A collective call of all ranks.
 
@@ -76,6 +79,7 @@ def export_student(
         module: the bare, quantised HybridModel, or this rank's part of it.
         max_shard_gb: decimal GB of one safetensors file at most.
         origin: the checkpoint that the student was made from.
+        golden: the student's answers to some prompts, written beside it.
 
     Returns:
         num_tensors, bytes_tensors, bytes_export (all files), the two algorithms, linears in each format.
@@ -101,6 +105,7 @@ def export_student(
             extra_json={"hf_quant_config.json": quantization},
             tokenizer_folder=tokenizer_folder,
             max_shard_gb=max_shard_gb,
+            also=lambda partial: write_golden(golden, partial, tokenizer_folder) if golden else None,
         )
         return facts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def write_folder(
     extra_json: dict[str, dict[str, Any]],
     tokenizer_folder: Path | None,
     max_shard_gb: float,
+    also: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Stream `tensors` into safetensors shards beside config.json and the tokenizer, then put the folder in place.
 
@@ -92,6 +93,7 @@ def write_folder(
     Args:
         extra_json: file name -> content of further JSON files.
         max_shard_gb: largest shard in 10^9 bytes; a larger tensor gets a shard of its own.
+        also: writes more into the folder that is in the making.
 
     Raises:
         UserError: the tokenizer folder lacks tokenizer.json, or the disk refuses.
@@ -102,6 +104,7 @@ def write_folder(
             write_json(partial / name, content)
         if tokenizer_folder is not None:
             tokenizer.copy_files(tokenizer_folder, partial)
+        also(partial)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:

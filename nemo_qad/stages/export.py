@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_qad import agreement
 from nemo_qad.files import require_space
 from nemo_qad.huggingface.export import Origin, expected_weights, export_student
+from nemo_qad.huggingface.golden import NUM_PROMPTS, Golden, ask
 from nemo_qad.huggingface.save import carried_tensors
 from nemo_qad.huggingface.verify import verify_folder
+from nemo_qad.models.forward import Ranks
 from nemo_qad.quantization.student import deployed_weights
 from nemo_qad.schema import Stage
 from nemo_qad.stages import qad
@@ -42,8 +44,9 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
     require_space(target, sum(2 * p.numel() for p in student.parameters()), "the export")
     with deployed_weights(student):
         facts = export_student(
-            student, target, run.model, run.recipe, _tokenizer(session), run.export.max_shard_gb, origin
-        )
+            student, target, run.model, run.recipe, _tokenizer(session), run.export.max_shard_gb, origin,
+            _golden(session, student),
+        )  # fmt: skip
         verified = agreement.first_reads(
             expected_weights(student, run.model), lambda weights: verify_folder(target, _and_carried(weights, session))
         )
@@ -64,6 +67,23 @@ def _tokenizer(session: Session) -> Path:
     """The teacher's own tokenizer, which brings the chat template and the generation settings; else the data's."""
     teacher = session.teacher_folder
     return teacher if teacher and (teacher / "tokenizer.json").is_file() else session.data.tokenizer_folder
+
+
+def _golden(session: Session, student: nn.Module) -> Golden:
+    """The student's answers after held-out text; a collective call."""
+    batches = [batch["tokens"] for batch in session.evaluation_batches]
+    kept, num_rows = [], 0
+    for tokens_BS in batches:
+        if num_rows < NUM_PROMPTS:
+            kept.append(tokens_BS)
+            num_rows += len(tokens_BS)
+    logits = session.projected(student)
+
+    def rows(tokens_BS: Tensor, mask_BS: Tensor) -> Tensor | None:
+        projected = logits(tokens_BS)
+        return None if projected is None else projected[mask_BS.to(projected.device)].float()
+
+    return ask(rows, kept, num_rows, Ranks.of(student).from_last_stage)
 
 
 def _and_carried(weights: Iterator[tuple[str, Tensor]], session: Session) -> Iterator[tuple[str, Tensor]]:

@@ -188,9 +188,9 @@ def test_resuming_reads_the_teacher_from_its_own_folder(
     session.folder.close()
     read, original = [], sessions.load_weights
 
-    def spy(module: nn.Module, folder: Path, *rest: Any) -> None:
+    def spy(module: nn.Module, folder: Path, *rest: Any) -> Any:
         read.append(folder)
-        original(module, folder, *rest)
+        return original(module, folder, *rest)
 
     monkeypatch.setattr(sessions, "load_weights", spy)
     again = session_in(session.folder.path, world)
