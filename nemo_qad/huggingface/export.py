@@ -209,8 +209,8 @@ def _engine_config(quantization: dict[str, Any], model: ModelConfig, recipe: Rec
 
 
 def _excluded(model: ModelConfig, layers: dict[str, Any]) -> list[str]:
-    """Modules with a matrix that stay as they were: unquantised linears, routers, convolutions, the MTP block."""
-    kinds = ("mixer.gate.weight", "mlp.gate.weight", "mixer.conv1d.weight")
+    """Modules with a matrix that stay as they were: embedding, unquantised linears, routers, convolutions, MTP."""
+    kinds = ("embeddings.weight", "embed_tokens.weight", "mixer.gate.weight", "mlp.gate.weight", "mixer.conv1d.weight")
     others = [
         name.removesuffix(".weight")
         for mapping in [*mappings(model), *carried(model)]
