@@ -31,6 +31,17 @@ _LEAVE_SECONDS = 5.0  # for process groups to go away after a failure
 _PACKAGES = ("nemo-qad", "torch", "megatron-core", "nvidia-modelopt", "transformers", "tokenizers", "numpy")
 
 
+@contextlib.contextmanager
+def one_thread_an_operation() -> Iterator[int]:
+    """Inside, torch's operations take one thread each, as the caller has threads of its own: yields how many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
 def device() -> torch.device:
     """The device of this rank: its CUDA device when there is one, otherwise the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

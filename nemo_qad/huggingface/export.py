@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_qad import agreement
@@ -27,14 +28,14 @@ from nemo_qad.huggingface.architectures import exported_config
 from nemo_qad.huggingface.gathered import Part, gathered, gathered_mappings
 from nemo_qad.huggingface.golden import Golden
 from nemo_qad.huggingface.golden import write as write_golden
-from nemo_qad.huggingface.names import Mapping, carried, linear_names, mappings, to_hf
+from nemo_qad.huggingface.names import Kind, Mapping, carried, linear_names, mappings, to_hf
 from nemo_qad.huggingface.save import carried_tensors, write_folder
 from nemo_qad.models.placement import Placement
 from nemo_qad.models.shipped import shipped_dtype
 from nemo_qad.quantization.coverage import check_scales
 from nemo_qad.quantization.nvfp4 import BLOCK_SIZE
 from nemo_qad.quantization.recipes import formats
-from nemo_qad.quantization.student import effective_weight, is_quantised, kv_scales, stored_linear
+from nemo_qad.quantization.student import EffectiveRows, effective_weight, is_quantised, kv_scales, stored_linear
 from nemo_qad.schema import Format, KvFormat, ModelConfig, RecipeConfig
 
 _LAYER_CONFIGS: dict[Format, dict[str, Any]] = {
@@ -136,18 +137,41 @@ def stored_tensors(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str,
     yield from _kv_scale_tensors(module, model)
 
 
-def expected_weights(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def expected_rows(module: nn.Module, model: ModelConfig) -> Iterator[tuple[str, Tensor | EffectiveRows]]:
+    """As `expected_weights`; on one rank most weights are made some rows at a time, as they are looked at."""
+    if dist.get_world_size() > 1:
+        yield from expected_weights(module, model)
+        return
+    alike = [m for m in mappings(model) if m.is_linear and m.kind in (Kind.plain, Kind.vocabulary)]
+    made = set()
+    for mapping in alike:
+        linear = _quantised_linear(module, mapping.mcore)
+        if linear is not None:
+            made.add(mapping.mcore)
+            yield mapping.hf[0], EffectiveRows(linear, mapping.shapes[0][0])
+    yield from expected_weights(module, model, without=made)
+
+
+def expected_weights(
+    module: nn.Module, model: ModelConfig, without: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, value the student computes with, FP32 or as it ships) of every tensor but the scales.
 
     On the first rank, whole. What is only carried along is not among them.
+
+    Args:
+        without: Megatron-Core names that are left out.
     """
 
     def own(mapping: Mapping, local: str, part: Part) -> dict[str, Part]:
+        if mapping.mcore in without:
+            return {}
         linear = _quantised_linear(module, local)
         return {"": _deployed(part) if linear is None else part.like(effective_weight(linear))}
 
     for mapping, whole in gathered_mappings(module, model, own):
-        yield from to_hf(mapping, whole[""], model).items()
+        if whole:
+            yield from to_hf(mapping, whole[""], model).items()
 
 
 def _quantised_linear(module: nn.Module, local: str) -> nn.Module | None:

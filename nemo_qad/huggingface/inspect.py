@@ -1,6 +1,6 @@
 """A finished folder looked at without the model that made it: layout, scales, sizes, its source, its engines.
 
-Like `nemo_qad.huggingface.verify`, whose reader it uses, it shares no code with the writer. No torch.
+Like `nemo_qad.huggingface.verify`, it shares no code with the writer. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from nemo_qad.huggingface.engines import Weight, cut_problems, engine_problems
-from nemo_qad.huggingface.verify import Entry, is_scale, layout, read_entries
+from nemo_qad.huggingface.stored import Entry, is_scale, read_entries
+from nemo_qad.huggingface.verify import layout
 
 MOST_BITS = {"U8": 4.6, "F8_E4M3": 8.1}  # a quantised weight may take, its scales counted
 FORMATS = {"U8": "NVFP4", "F8_E4M3": "FP8"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from nemo_qad import agreement
 from nemo_qad.data import tokenizer
 from nemo_qad.errors import UserError
-from nemo_qad.files import new_folder, readable, write_json
+from nemo_qad.files import flush, new_folder, readable, write_json
 from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.gathered import Part, gathered_mappings
 from nemo_qad.huggingface.names import Mapping, carried, to_hf
@@ -111,14 +112,21 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes
     shards: list[list[str]] = []
     seen: set[str] = set()
     total = 0
-    for shard in _shards(tensors, max_bytes):
-        if seen & shard.keys():
-            raise ValueError(f"tensors given twice: {sorted(seen & shard.keys())}")
-        seen |= shard.keys()
-        total += sum(tensor.nbytes for tensor in shard.values())
-        shards.append(list(shard))
-        save_file(shard, folder / _partial_name(len(shards)), metadata={"format": "pt"})
-        readable(folder / _partial_name(len(shards)))
+    flushed: list[Future[None]] = []
+    with ThreadPoolExecutor(1, "flush") as flusher:  # a shard goes to the disk while the next is made
+        for shard in _shards(tensors, max_bytes):
+            if seen & shard.keys():
+                raise ValueError(f"tensors given twice: {sorted(seen & shard.keys())}")
+            seen |= shard.keys()
+            total += sum(tensor.nbytes for tensor in shard.values())
+            shards.append(list(shard))
+            path = folder / _partial_name(len(shards))
+            save_file(shard, path, metadata={"format": "pt"})
+            shard.clear()  # else it would live on until the next is whole
+            readable(path)
+            flushed.append(flusher.submit(flush, path))
+    for written in flushed:
+        written.result()
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for number, name in enumerate(names, start=1):
         (folder / _partial_name(number)).rename(folder / name)
@@ -137,11 +145,16 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
             shard, size = {}, 0
         if name in shard:
             raise ValueError(f"tensor given twice: {name}")
-        # A copy: safetensors refuses views that share storage, such as the parts of a fused projection.
-        shard[name] = tensor.detach().cpu().contiguous().clone()
+        shard[name] = _alone(tensor.detach().cpu().contiguous())
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor whose storage nothing else is in: safetensors refuses those that share one, as parts of a fused
+    projection do, and the one scalar that its parts have in common."""
+    return tensor if tensor.dim() and tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _partial_name(number: int) -> str:

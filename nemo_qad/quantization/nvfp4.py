@@ -27,6 +27,7 @@ Shapes: O rows, I columns, N = O * I / 16 blocks of K = 16 elements. Imports tor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ from torch import Tensor
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
 NUM_INDICES_SHOWN = 3
+CPU_CHUNK_BLOCKS = 2**14  # 1 MiB of FP32
+GPU_CHUNK_BLOCKS = 2**20
 E4M3_MAX = 448.0
 FOUR_OVER_SIX_SCALE_MAX = 256.0
 MIN_BLOCK_SCALE = 2.0**-9  # smallest positive E4M3
@@ -91,8 +94,12 @@ def fake_quantize(tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: 
     Returns:
         FP32, in the shape of `tensor`.
     """
-    step = block_scale(amax, global_amax, scale_max).float().mul_(global_scale(global_amax, scale_max))
-    return _round_in_steps(tensor, step).mul_(step.view(-1, 1)).view(tensor.shape)
+    step = block_scale(amax, global_amax, scale_max).float().mul_(global_scale(global_amax, scale_max)).view(-1, 1)
+    blocks_NK = blocks(tensor.detach())
+    values_NK = torch.empty(blocks_NK.shape, dtype=torch.float32, device=tensor.device)
+    for chunk in _chunks(blocks_NK):
+        torch.mul(_round_in_steps(blocks_NK[chunk], step[chunk]), step[chunk], out=values_NK[chunk])
+    return values_NK.view(tensor.shape)
 
 
 def fake_quantize_dynamic(tensor: Tensor) -> Tensor:
@@ -112,10 +119,13 @@ def pack(tensor: Tensor, amax: Tensor, global_amax: Tensor, scale_max: float = E
     check_finite(global_amax, "a global amax")
     scale = block_scale(amax, global_amax, scale_max)
     outer = global_scale(global_amax, scale_max)
-    values = _round_in_steps(tensor, scale.float().mul_(outer))
-    codes = encode(values.view(tensor.shape))
+    step, blocks_NK = scale.float().mul_(outer).view(-1, 1), blocks(tensor.detach())
+    codes_NJ = torch.empty(len(blocks_NK), BLOCK_SIZE // 2, dtype=torch.uint8, device=tensor.device)
+    for chunk in _chunks(blocks_NK):
+        codes_nK = encode(_round_in_steps(blocks_NK[chunk], step[chunk]))
+        torch.bitwise_or(codes_nK[:, 0::2], codes_nK[:, 1::2] << 4, out=codes_NJ[chunk])
     scales = scale.view(*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
-    return PackedTensor(codes[..., 0::2] | codes[..., 1::2] << 4, scales, outer.reshape(()))
+    return PackedTensor(codes_NJ.view(*tensor.shape[:-1], tensor.shape[-1] // 2), scales, outer.reshape(()))
 
 
 def decode(packed: PackedTensor) -> Tensor:
@@ -189,9 +199,16 @@ def blocks(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, BLOCK_SIZE)
 
 
-def _round_in_steps(tensor: Tensor, step_N: Tensor) -> Tensor:
-    """E2M1 values of `tensor` in units of its blocks' steps: new FP32 [N, 16], round to nearest even."""
-    q = blocks(tensor.detach()).float() / step_N.view(-1, 1)
+def _chunks(blocks_NK: Tensor) -> Iterator[slice]:
+    """Blocks that are worked on at a time: temporaries stay in a core's cache, and small beside the tensor."""
+    size = GPU_CHUNK_BLOCKS if blocks_NK.is_cuda else CPU_CHUNK_BLOCKS
+    for start in range(0, len(blocks_NK), size):
+        yield slice(start, start + size)
+
+
+def _round_in_steps(blocks_nK: Tensor, step_n1: Tensor) -> Tensor:
+    """E2M1 values of blocks in units of their steps: new FP32 [n, 16], round to nearest even."""
+    q = blocks_nK.float() / step_n1
     q.clamp_(-E2M1_MAX, E2M1_MAX)
     constant = rounder(q)
     return q.add_(constant).sub_(constant)

@@ -32,8 +32,10 @@ from torch import Tensor
 
 from nemo_qad.quantization.nvfp4 import (
     BLOCK_SIZE,
+    CPU_CHUNK_BLOCKS,
     E2M1_MAX,
     FOUR_OVER_SIX_SCALE_MAX,
+    GPU_CHUNK_BLOCKS,
     PackedTensor,
     block_scale,
     blocks,
@@ -43,8 +45,6 @@ from nemo_qad.quantization.nvfp4 import (
     rounder,
 )
 
-CPU_CHUNK_BLOCKS = 2**14  # 1 MiB of FP32
-GPU_CHUNK_BLOCKS = 2**20
 FP32_MAX = torch.finfo(torch.float32).max
 
 

@@ -72,7 +72,7 @@ def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
         UserError: the linear is not quantised, or its weight is NaN or infinite.
     """
     weight, quantizer = _quantised_weight(module_name, linear)
-    if not torch.isfinite(weight).all():
+    if not torch.stack(weight.aminmax()).isfinite().all():
         raise UserError(f"{module_name}.weight holds NaN or infinite values and cannot be stored")
     if modelopt.is_nvfp4(quantizer):
         packed = nvfp4.pack(weight, *nvfp4_scales(quantizer, weight))
@@ -91,10 +91,30 @@ def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
 
 def effective_weight(linear: nn.Module) -> Tensor:
     """FP32 [O, I]: the fake-quantised weight of a quantised linear, before any cast to the model's dtype."""
-    weight, quantizer = _quantised_weight(type(linear).__name__, linear)
-    if modelopt.is_nvfp4(quantizer):
-        return nvfp4.fake_quantize(weight, *nvfp4_scales(quantizer, weight))
-    return fp8.fake_quantize(weight, quantizer.amax)
+    return EffectiveRows(linear, linear.get_parameter("weight").shape[0])[:]
+
+
+class EffectiveRows:
+    """`effective_weight` of a linear, made some rows at a time: an FP32 copy of a large weight never exists.
+
+    shape: the first `num_rows` rows of the weight, as a vocabulary may be padded beyond them.
+    """
+
+    def __init__(self, linear: nn.Module, num_rows: int) -> None:
+        self._weight, self._quantizer = _quantised_weight(type(linear).__name__, linear)
+        self.shape = (num_rows, self._weight.shape[1])
+        if modelopt.is_nvfp4(self._quantizer):
+            amax, self._outer, self._scale_max = nvfp4_scales(self._quantizer, self._weight)
+            self._amax = amax.reshape(self._weight.shape[0], -1)
+
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        if not modelopt.is_nvfp4(self._quantizer):
+            return fp8.fake_quantize(self._weight[: self.shape[0]][rows], self._quantizer.amax)
+        weight, amax = (tensor[: self.shape[0]][rows] for tensor in (self._weight, self._amax))
+        return nvfp4.fake_quantize(weight, amax, self._outer, self._scale_max)
 
 
 def is_quantised(linear: nn.Module) -> bool:

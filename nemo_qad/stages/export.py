@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_qad import agreement
+from nemo_qad import agreement, runtime
 from nemo_qad.files import require_space
-from nemo_qad.huggingface.export import Origin, expected_weights, export_student
+from nemo_qad.huggingface.export import Origin, expected_rows, export_student
 from nemo_qad.huggingface.golden import NUM_PROMPTS, Golden, ask
 from nemo_qad.huggingface.save import carried_tensors
 from nemo_qad.huggingface.verify import verify_folder
@@ -47,9 +47,11 @@ def run(session: Session) -> tuple[dict[str, Any], list[Path]]:
             student, target, run.model, run.recipe, _tokenizer(session), run.export.max_shard_gb, origin,
             _golden(session, student),
         )  # fmt: skip
-        verified = agreement.first_reads(
-            expected_weights(student, run.model), lambda weights: verify_folder(target, _and_carried(weights, session))
-        )
+        with runtime.one_thread_an_operation() as threads:
+            verified = agreement.first_reads(
+                expected_rows(student, run.model),
+                lambda weights: verify_folder(target, _and_carried(weights, session), threads),
+            )
     session.say(f"export: {verified['num_tensors']} weights decoded again, all equal bit for bit")
     result = {
         **facts,
@@ -86,7 +88,7 @@ def _golden(session: Session, student: nn.Module) -> Golden:
     return ask(rows, kept, num_rows, Ranks.of(student).from_last_stage)
 
 
-def _and_carried(weights: Iterator[tuple[str, Tensor]], session: Session) -> Iterator[tuple[str, Tensor]]:
+def _and_carried(weights: Iterator[tuple[str, Any]], session: Session) -> Iterator[tuple[str, Any]]:
     return itertools.chain(weights, carried_tensors(session.run.model, session.teacher_folder))
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_qad.huggingface import compare
 from nemo_qad.huggingface.golden import NUM_PROMPTS, places
-from nemo_qad.huggingface.verify import _decode, is_scale, read_entries
+from nemo_qad.huggingface.stored import decode, is_scale, read_entries
 
 Answer = Callable[[list[int]], torch.Tensor]  # token ids -> log-probabilities [V] of the next
 
@@ -42,7 +42,9 @@ def engine(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     plain.mkdir()
     entries = read_entries(export)
     weights = {
-        name: torch.from_numpy(_decode(entries, name, slice(None)).copy()) for name in entries if not is_scale(name)
+        name: torch.from_numpy(decode(entries, name, 0, entry.shape[0]).copy())
+        for name, entry in entries.items()
+        if not is_scale(name)
     }
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((export / "config.json").read_text())

@@ -53,6 +53,7 @@ WITHOUT_TORCH = (
     "huggingface.architectures",
     "huggingface.engines",
     "huggingface.inspect",
+    "huggingface.stored",
     "huggingface.verify",
     "choices",
     "launcher",
