@@ -32,11 +32,22 @@ class Architecture(StrEnum):
 
 
 class Format(StrEnum):
-    """What a linear layer is stored in: BF16, W4A16 NVFP4, or FP8 weights and activations."""
+    """What a linear layer is stored in: BF16, NVFP4 weights (W4A16), weights and activations in NVFP4 (W4A4) or FP8."""
 
     bf16 = "bf16"
     nvfp4 = "nvfp4"
+    nvfp4_w4a4 = "nvfp4_w4a4"
     fp8 = "fp8"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether 16 columns of the weight share a scale."""
+        return self in (Format.nvfp4, Format.nvfp4_w4a4)
+
+    @property
+    def covers_inputs(self) -> bool:
+        """Whether a linear's inputs are quantised as its weight is."""
+        return self in (Format.nvfp4_w4a4, Format.fp8)
 
 
 class KvFormat(StrEnum):

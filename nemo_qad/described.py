@@ -43,7 +43,8 @@ def fill(plain: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]
     open_ = unsaid - spoken
     for name, value in leaves(given):
         said = _lookup(described, name)
-        if name not in open_ | FREE and str(value) != str(said):
+        unties = name == "tied_output" and not value  # an output layer of its own, which may be quantised
+        if name not in open_ | FREE and str(value) != str(said) and not unties:
             problem = f"model.path={path} has {said}"
             remedy = "Leave it out, and choose the group with model=huggingface."
             raise ConfigError(f"model.{name}", value, problem, remedy)

@@ -83,7 +83,7 @@ def _check_scales(recipe: RecipeConfig, model: ModelConfig) -> None:
             "recipe.output_layer",
             recipe.output_layer,
             "model.tied_output=true shares this weight with the embedding, which stays BF16",
-            "Give recipe.output_layer=bf16.",
+            "Give recipe.output_layer=bf16, or model.tied_output=false with model.path: an output layer of its own.",
         )
 
 
@@ -110,14 +110,15 @@ def _linear_inputs(model: ModelConfig, parallel: ParallelConfig) -> dict[str, li
 
 def _check_block_sizes(recipe: RecipeConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
     for part, inputs in _linear_inputs(model, parallel).items():
-        if getattr(recipe, part) is not Format.nvfp4:
+        chosen = Format(getattr(recipe, part))
+        if not chosen.has_blocks:
             continue
         for field, width in inputs:
             if width % BLOCK:
                 raise ConfigError(
                     field,
                     _lookup(model, field),
-                    f"recipe.{part}=nvfp4 shares a scale among {BLOCK} inputs, and a rank has {width}",
+                    f"recipe.{part}={chosen} shares a scale among {BLOCK} inputs, and a rank has {width}",
                     f"Make that a multiple of {BLOCK} with fewer tensor-parallel ranks or another width, or give "
                     f"recipe.{part}=bf16.",
                 )

@@ -60,6 +60,20 @@ class MoeConfig:
 
 
 @dataclass
+class RotaryScalingConfig:
+    """Llama 3.1's stretch of the slow rotary frequencies by `factor`; 1 leaves them alone.
+
+    Frequencies that turn more than `high_freq_factor` times in `original_max_position_embeddings` positions stay,
+    those that turn less than `low_freq_factor` times are divided by `factor`, others lie between.
+    """
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass
 class ModelConfig:
     """A decoder of four kinds of layers. `hybrid_pattern`: M Mamba-2, * attention, E mixture of experts, - dense MLP.
 
@@ -80,6 +94,7 @@ class ModelConfig:
     vocab_divisible_by: int = 128
     tied_output: bool = False
     rotary_base: float = 0.0
+    rotary_scaling: RotaryScalingConfig = field(default_factory=RotaryScalingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mamba: MambaConfig = field(default_factory=MambaConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)

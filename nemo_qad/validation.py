@@ -39,7 +39,7 @@ MAY_BE_ZERO |= {"model.moe.shared_expert_ffn_hidden_size"}
 _ONLY_WITH = {"model.mamba": "M", "model.moe": "E"}  # parts that matter where the model has such layers
 MUST_BE_POSITIVE = {"qad.temperature", "qad.adam_eps", "model.layernorm_epsilon", "model.init_std"}
 MUST_BE_POSITIVE |= {"qad.learning_rate", "teacher.learning_rate", "export.max_shard_gb"}
-MUST_BE_POSITIVE |= {"model.moe.routed_scaling_factor"}
+MUST_BE_POSITIVE |= {"model.moe.routed_scaling_factor", "model.rotary_scaling.factor"}
 MAX_SEED = 2**31 - 1
 
 

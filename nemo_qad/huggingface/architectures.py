@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_qad.choices import Architecture
 from nemo_qad.errors import UserError
+from nemo_qad.huggingface.rotary import read_rotary, rotary_fields
 from nemo_qad.schema import AttentionConfig, MambaConfig, ModelConfig, MoeConfig
 
 _CLASSES = {
@@ -109,8 +110,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     }
     if model.architecture.is_hybrid:
         return common | architecture_fields(model) | _hybrid_rest(model)
-    rope = {"rope_theta": model.rotary_base}
-    rest: dict[str, Any] = {**rope, "rope_parameters": {**rope, "rope_type": "default"}, "mlp_bias": False}
+    rest: dict[str, Any] = {**rotary_fields(model), "mlp_bias": False}
     if model.architecture is Architecture.qwen3_moe:
         dense = [index // 2 for index, kind in enumerate(model.hybrid_pattern) if kind == "-"]
         rest |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -125,7 +125,8 @@ def exported_config(model: ModelConfig, source: dict[str, Any] | None, dtype: st
     """
     gone = {"auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path"}  # no code of others runs
     kept = {name: value for name, value in (source or {}).items() if name not in gone}
-    return {**hf_config(model), **kept, "torch_dtype": dtype}
+    own = {"tie_word_embeddings": model.tied_output, "torch_dtype": dtype}
+    return {**hf_config(model), **kept, **own}
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -169,6 +170,11 @@ def _prediction_fields(model: ModelConfig) -> dict[str, Any]:
     return {"num_nextn_predict_layers": model.mtp_num_layers, "mtp_hybrid_override_pattern": model.mtp_pattern}
 
 
+def is_tied(folder: Path) -> bool:
+    """Whether config.json says that the embedding is the output layer too."""
+    return bool((read_config(folder) or {}).get("tie_word_embeddings"))
+
+
 def check_config(folder: Path, model: ModelConfig) -> None:
     """Compares config.json, where there is one, with the model in what shapes cannot show (heads, top-k, eps).
 
@@ -180,7 +186,10 @@ def check_config(folder: Path, model: ModelConfig) -> None:
         return
     expected = architecture_fields(model)
     if not model.architecture.is_hybrid:
-        found["rope_theta"], expected["rope_theta"] = _rotary_base(path, found), model.rotary_base
+        found["rope_theta"], found["rope_scaling"] = read_rotary(path, found)
+        expected |= {"rope_theta": model.rotary_base, "rope_scaling": model.rotary_scaling}
+    if found.get("tie_word_embeddings") and not model.tied_output:
+        del found["tie_word_embeddings"]  # the output layer starts as a copy of the embedding
     for field, value in expected.items():
         if field in found and found[field] != value:
             raise UserError(
@@ -272,6 +281,7 @@ def _pattern(path: Path, blocks: list[str]) -> str:
 
 def _transformer_model(path: Path, found: dict[str, Any]) -> dict[str, Any]:
     layers, moe = found["num_hidden_layers"], MoeConfig(0, 0, 0, 0, 1.0)
+    base, scaling = read_rotary(path, found)
     pattern = "*-" * layers
     if found["model_type"] == Architecture.qwen3_moe:
         dense = set(found.get("mlp_only_layers") or [])
@@ -284,18 +294,8 @@ def _transformer_model(path: Path, found: dict[str, Any]) -> dict[str, Any]:
         "hybrid_pattern": pattern,
         "ffn_hidden_size": found["intermediate_size"],
         "layernorm_epsilon": found["rms_norm_eps"],
-        "rotary_base": _rotary_base(path, found),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
         "mamba": MambaConfig(0, 0, 0, 0),
         "moe": moe,
     }
-
-
-def _rotary_base(path: Path, found: dict[str, Any]) -> float:
-    """rope_theta, of old files and of new ones, which have it in rope_parameters."""
-    settings = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"{path}: rotary embeddings of type {kind!r} are not supported, only the default")
-    if found.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UserError(f"{path}: partial_rotary_factor={found['partial_rotary_factor']} is not supported")
-    return float(settings.get("rope_theta") or found["rope_theta"])

@@ -40,11 +40,14 @@ from nemo_qad.schema import Format, KvFormat, ModelConfig, RecipeConfig
 
 _LAYER_CONFIGS: dict[Format, dict[str, Any]] = {
     Format.nvfp4: {"quant_algo": "W4A16_NVFP4", "group_size": BLOCK_SIZE},
+    Format.nvfp4_w4a4: {"quant_algo": "NVFP4", "group_size": BLOCK_SIZE},
     Format.fp8: {"quant_algo": "FP8"},
 }
 _FP8_GROUP = {"dynamic": False, "num_bits": 8, "type": "float"}
+_NVFP4_GROUP = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
 _GROUPS: dict[Format, dict[str, Any]] = {
-    Format.nvfp4: {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}},
+    Format.nvfp4: {"weights": _NVFP4_GROUP},
+    Format.nvfp4_w4a4: {"input_activations": _NVFP4_GROUP, "weights": _NVFP4_GROUP},
     Format.fp8: {"input_activations": _FP8_GROUP, "weights": _FP8_GROUP},
 }
 _KV_ALGORITHMS = {KvFormat.none: None, KvFormat.fp8: "FP8", KvFormat.nvfp4: "NVFP4"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_qad.huggingface.engines import Weight, cut_problems, engine_problems
 from nemo_qad.huggingface.stored import Entry, is_scale, read_entries
-from nemo_qad.huggingface.verify import layout
+from nemo_qad.huggingface.verify import EMBEDDINGS, layout
 
 MOST_BITS = {"U8": 4.6, "F8_E4M3": 8.1}  # a quantised weight may take, its scales counted
 FORMATS = {"U8": "NVFP4", "F8_E4M3": "FP8"}
@@ -98,11 +98,17 @@ def _count_bits(found: Inspection, entries: dict[str, Entry], weights: dict[str,
 
 
 def _source_problems(entries: dict[str, Entry], folder: Path) -> list[str]:
-    """Names, shapes and dtypes against the BF16 checkpoint; an output layer that is the embedding has no copy."""
+    """Names, shapes and dtypes against the BF16 checkpoint.
+
+    There an output layer may be the embedding; here it then has no copy, or became one of its own.
+    """
     source = read_entries(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings"):
+        shared = next((source[name] for name in EMBEDDINGS if name in source), None)
         source.pop("lm_head.weight", None)
+        if shared is not None and "lm_head.weight" in entries:
+            source["lm_head.weight"] = shared
     problems = [f"{name}: in the source and not here" for name in source if name not in entries]
     for name, entry in entries.items():
         if is_scale(name):

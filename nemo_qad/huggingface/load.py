@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_qad import agreement
 from nemo_qad.errors import UserError
-from nemo_qad.huggingface.architectures import check_config
+from nemo_qad.huggingface.architectures import check_config, is_tied
 from nemo_qad.huggingface.names import Content, carried, held_tensors, mappings
 from nemo_qad.huggingface.slices import read_own
 from nemo_qad.huggingface.source import Dtypes, SafetensorsFolder, listing, widest
@@ -45,6 +45,8 @@ def load_weights(module: torch.nn.Module, folder: Path, model: ModelConfig) -> L
     loaded = Loaded()
     with ExitStack() as files:
         source = SafetensorsFolder(folder, files)
+        if not model.tied_output and is_tied(folder):
+            source.alias(OUTPUT, mappings(model)[0].hf[0])
         _check_headers(source, model)
         seen: dict[str, tuple[float, float]] = {}
         for mapping, target, cut in held_tensors(module, mappings(model)):

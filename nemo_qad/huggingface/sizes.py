@@ -48,10 +48,13 @@ def export_size(model: ModelConfig, recipe: RecipeConfig | None) -> Size:
 
 
 def _stored(shape: Shape, chosen: Format, width: int) -> tuple[int, int]:
-    """(bytes, tensors): NVFP4 half a byte, a byte for each block, and FP32 for the tensor; FP8 a byte and two FP32."""
+    """(bytes, tensors): NVFP4 half a byte, a byte for each block, and FP32 for the tensor; FP8 a byte and two FP32.
+
+    The inputs of W4A4 have an FP32 of their own."""
     values = math.prod(shape)
-    if chosen is Format.nvfp4:
-        return values // 2 + values // BLOCK_SIZE + 4, 3
+    if chosen.has_blocks:
+        inputs = int(chosen.covers_inputs)
+        return values // 2 + values // BLOCK_SIZE + 4 + 4 * inputs, 3 + inputs
     if chosen is Format.fp8:
         return values + 8, 3
     return width * values, 1
@@ -65,5 +68,5 @@ def quantised_weights(model: ModelConfig, recipe: RecipeConfig) -> dict[str, Wei
         if linear is None or linear.format is Format.bf16:
             continue
         for name, (rows, columns) in zip(mapping.hf, mapping.shapes, strict=True):
-            found[name.removesuffix(".weight")] = Weight(rows, columns, linear.format is Format.nvfp4)
+            found[name.removesuffix(".weight")] = Weight(rows, columns, linear.format.has_blocks)
     return found

@@ -32,6 +32,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self.folder = folder
         self._readers: dict[str, Any] = {}
+        self._aliases: dict[str, str] = {}
         for path in weight_files(folder):
             try:
                 reader = files.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -43,24 +44,33 @@ class SafetensorsFolder:
                 self._readers[name] = reader
 
     def names(self) -> set[str]:
-        return set(self._readers)
+        return set(self._readers) | set(self._aliases)
+
+    def alias(self, name: str, of: str) -> None:
+        """Reads one tensor under another name too, if there is none of that name."""
+        if name not in self._readers and of in self._readers:
+            self._aliases[name] = of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._readers[name].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
         """None: not a floating-point number of 16 bits or more."""
-        return _FLOATS.get(self._readers[name].get_slice(name).get_dtype())
+        return _FLOATS.get(self._slice(name).get_dtype())
 
     def read(self, name: str, dim: int = 0, span: slice | None = None) -> Tensor:
         """The tensor, or the part of it that `span` cuts out along `dim`, 0 or 1; no more is read from the disk."""
+        stored = self._aliases.get(name, name)
         try:
             if span is None:
-                return self._readers[name].get_tensor(name)
-            part = self._readers[name].get_slice(name)
-            return part[span] if dim == 0 else part[:, span]
+                return self._readers[stored].get_tensor(stored)
+            return self._slice(name)[span] if dim == 0 else self._slice(name)[:, span]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.folder}: tensor {name} cannot be read ({error}). Copy the file again.") from None
+
+    def _slice(self, name: str) -> Any:
+        stored = self._aliases.get(name, name)
+        return self._readers[stored].get_slice(stored)
 
 
 def weight_files(folder: Path) -> list[Path]:

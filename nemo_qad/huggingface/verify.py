@@ -4,7 +4,7 @@ Shares no code with the exporter or the training numerics: it reads through `sto
 reads, so a folder that passes holds the model that was trained:
 
     NVFP4  weight U8 [O, I/2] (even column in the low nibble), weight_scale F8_E4M3 [O, I/16],
-           weight_scale_2 F32 []:  value = e2m1 * (weight_scale * weight_scale_2)
+           weight_scale_2 F32 []:  value = e2m1 * (weight_scale * weight_scale_2); W4A4: input_scale F32 []
     FP8    weight F8_E4M3 [O, I], weight_scale F32 [], input_scale F32 []:  value = e4m3 * weight_scale
 """
 
@@ -30,10 +30,11 @@ EMBEDDINGS = ("backbone.embeddings.weight", "model.embed_tokens.weight")
 NUM_VALUES_AT_ONCE = 2**20  # 4 MiB of FP32
 MOST_PENDING = 4  # tensors that are compared at a time
 _SCALES = {
-    "U8": {"weight_scale": "F8_E4M3", "weight_scale_2": "F32"},
-    "F8_E4M3": {"weight_scale": "F32", "input_scale": "F32"},
+    "W4A16_NVFP4": {"weight_scale": "F8_E4M3", "weight_scale_2": "F32"},
+    "NVFP4": {"weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"},
+    "FP8": {"weight_scale": "F32", "input_scale": "F32"},
 }
-_ALGORITHMS = {"U8": "W4A16_NVFP4", "F8_E4M3": "FP8"}
+_ALGORITHMS = {"U8": ("W4A16_NVFP4", "NVFP4"), "F8_E4M3": ("FP8",)}  # by the dtype of the weight
 
 
 def verify_folder(folder: Path, expected: Iterable[tuple[str, Tensor]], threads: int = 1) -> dict[str, Any]:
@@ -116,18 +117,21 @@ def _layout_problems(entries: dict[str, Entry], plan: dict[str, Any]) -> Iterato
             said = plan["quantized_layers"].get(module, {}).get("quant_algo")
         else:
             said = None if excluded else plan["quant_algo"]
-        stored = _ALGORITHMS.get(entry.dtype)
-        if said != stored:
-            yield f"{name}: stored as {stored or entry.dtype}, the configuration says {said or 'unquantised'}"
-        if excluded == (stored is not None):
+        fitting = _ALGORITHMS.get(entry.dtype, (None,))
+        if said not in fitting:
+            yield f"{name}: stored as {fitting[0] or entry.dtype}, the configuration says {said or 'unquantised'}"
+        if excluded == (fitting[0] is not None):
             yield f"{name}: {'quantised and excluded' if excluded else 'neither quantised nor excluded'}"
-        yield from _companion_problems(entries, module, entry)
+        algorithm = said if said in fitting else fitting[0]
+        yield from _companion_problems(entries, module, entry, _SCALES.get(str(algorithm), {}))
 
 
-def _companion_problems(entries: dict[str, Entry], module: str, weight: Entry) -> Iterator[str]:
+def _companion_problems(
+    entries: dict[str, Entry], module: str, weight: Entry, scales: dict[str, str]
+) -> Iterator[str]:
     """A weight has the scales of its format, of the right dtype and shape, and no others."""
     for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
-        found, dtype = entries.get(f"{module}.{suffix}"), _SCALES.get(weight.dtype, {}).get(suffix)
+        found, dtype = entries.get(f"{module}.{suffix}"), scales.get(suffix)
         if dtype is None:
             if found:
                 yield f"{module}.{suffix}: a scale without use"

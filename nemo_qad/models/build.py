@@ -17,6 +17,7 @@ from nemo_qad import runtime
 from nemo_qad.errors import ConfigError, UserError
 from nemo_qad.models import transformer_engine
 from nemo_qad.models.context import Documents, split_sequence
+from nemo_qad.models.rotary import scaled
 from nemo_qad.models.vocabulary import padded_vocab_size
 from nemo_qad.schema import ModelConfig, ParallelConfig, Precision, Recompute
 
@@ -51,6 +52,8 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, *, sequence_length
         position_embedding_type="rope" if model.rotary_base else "none",
         rotary_base=model.rotary_base,
     )
+    if model.rotary_scaling.factor != 1:
+        module.rotary_pos_emb.inv_freq = scaled(module.rotary_pos_emb.inv_freq, model.rotary_scaling)
     return module.to(runtime.device())
 
 

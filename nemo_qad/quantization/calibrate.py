@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_qad.choices import Format, IdleExperts, ScaleError, ScaleSearch
+from nemo_qad.choices import IdleExperts, ScaleError, ScaleSearch
 from nemo_qad.errors import UserError, show
 from nemo_qad.models.placement import EXPERT, Placement, union_of_names
 from nemo_qad.quantization import modelopt
@@ -86,7 +86,7 @@ def quantize(
     if not samples:
         raise UserError("calibration.num_samples: no calibration batch came. Set it to at least 1")
     needs_hessians = settings.error == ScaleError.hessian and recipe.scale_search != ScaleSearch.max
-    weighed = [n for n, whole in local.items() if table[whole].format == Format.nvfp4] if needs_hessians else []
+    weighed = [n for n, whole in local.items() if table[whole].format.has_blocks] if needs_hessians else []
     run = _Calibration(module, Observer(module, weighed), samples, IdleExperts(settings.idle_experts), tell)
     run.observes_output = _observes_output(table, weighed)
     modelopt.calibrate(module, modelopt.MAX, run.forward_all)
@@ -100,7 +100,7 @@ def quantize(
 
 def _observes_output(table: dict[str, LinearFormat], weighed: list[str]) -> bool:
     """Whether the output layer's inputs matter; its logits, the largest tensor of all, are skipped otherwise."""
-    return "output_layer" in weighed or ("output_layer" in table and table["output_layer"].format == Format.fp8)
+    return "output_layer" in weighed or ("output_layer" in table and table["output_layer"].format.covers_inputs)
 
 
 class _Calibration:

@@ -63,7 +63,7 @@ def check_structure(module: nn.Module, table: dict[str, LinearFormat]) -> None:
     odd = []
     for name, whole in local.items():
         width = module.get_parameter(f"{name}.weight").shape[-1]
-        if table[whole].format == Format.nvfp4 and width % nvfp4.BLOCK_SIZE:
+        if table[whole].format.has_blocks and width % nvfp4.BLOCK_SIZE:
             odd.append(f"{whole} ({width})")
     odd = union_of_names(odd)
     if odd:
@@ -107,7 +107,8 @@ def check_coverage(
     present = {placement.global_name(name) for name, _ in module.named_modules()}
     enabled = {placement.global_name(name): _format_of(q) for name, q in modelopt.enabled_quantizers(module)}
     held = [name for name in wanted if name.rpartition(".")[0] in present]
-    missing = union_of_names([name for name in held if enabled.get(name) != wanted[name][1]])
+    elements = {name: fields[1].partition("_")[0] for name, fields in wanted.items()}  # nvfp4_w4a4: both are nvfp4
+    missing = union_of_names([name for name in held if enabled.get(name) != elements[name]])
     extra = union_of_names([name for name in enabled if name not in wanted])
     if missing:
         raise UserError(f"recipe.name={recipe.name} leaves out {show(missing)}: no rule gave it its format")
@@ -166,7 +167,7 @@ def _wanted(table: dict[str, LinearFormat], recipe: RecipeConfig) -> Iterator[tu
     for name, linear in table.items():
         if linear.format != Format.bf16:
             yield name + WEIGHT, (linear.part, linear.format.value, "weights")
-        if linear.format == Format.fp8:
+        if linear.format.covers_inputs:
             yield name + INPUT, (linear.part, linear.format.value, "activations")
     if recipe.kv_cache == KvFormat.none:
         return

@@ -50,6 +50,11 @@ _KV_QUANTIZERS = (
     "decoder.layers.*.self_attention.core_attention.v_bmm_quantizer",
 )
 KV_PART = "kv_cache"
+# Inputs, K and V in NVFP4: block scales from each vector, the global scale from calibration (it is stored).
+_DYNAMIC_BLOCKS: dict[str, Any] = {
+    "num_bits": (2, 1),
+    "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def expected_coverage(recipe: RecipeConfig, model: ModelConfig) -> list[Expected
     for (part, chosen), count in counts.items():
         if chosen != Format.bf16:
             rows.append(Expected(part, chosen.value, "weights", count))
-        if chosen == Format.fp8:
+        if chosen.covers_inputs:
             rows.append(Expected(part, chosen.value, "activations", count))
     if recipe.kv_cache != KvFormat.none and num_layers(model, "*"):
         rows.append(Expected(KV_PART, KvFormat(recipe.kv_cache).value, "kv", 2 * num_layers(model, "*")))
@@ -209,10 +214,8 @@ def _linear_entries(glob: str, chosen: Format, recipe: RecipeConfig) -> list[dic
         return [
             {"quantizer_name": name, "cfg": {"num_bits": (4, 3), "axis": None}} for name in (weight, inputs)
         ]
-    return [
-        {"quantizer_name": weight, "cfg": _nvfp4_weight_cfg(recipe)},
-        {"quantizer_name": inputs, "enable": False},
-    ]
+    rule: dict[str, Any] = {"cfg": _DYNAMIC_BLOCKS} if chosen.covers_inputs else {"enable": False}
+    return [{"quantizer_name": weight, "cfg": _nvfp4_weight_cfg(recipe)}, {"quantizer_name": inputs, **rule}]
 
 
 def _nvfp4_weight_cfg(recipe: RecipeConfig) -> dict[str, Any]:
@@ -232,7 +235,4 @@ def _nvfp4_weight_cfg(recipe: RecipeConfig) -> dict[str, Any]:
 
 
 def _kv_cfg(kv_format: KvFormat) -> dict[str, Any]:
-    """NVFP4: block scales from each K and V vector, the global scale from calibration (it is stored)."""
-    if kv_format == KvFormat.fp8:
-        return {"num_bits": (4, 3), "axis": None}
-    return {"num_bits": (2, 1), "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)}}
+    return {"num_bits": (4, 3), "axis": None} if kv_format == KvFormat.fp8 else _DYNAMIC_BLOCKS

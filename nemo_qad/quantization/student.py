@@ -65,7 +65,8 @@ def restore_quantizers(module: nn.Module, recipe: RecipeConfig, model: ModelConf
 def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
     """Tensors that a quantised linear ships: exactly the values that its forward uses.
 
-    NVFP4: weight uint8 [O, I/2], weight_scale float8_e4m3fn [O, I/16], weight_scale_2 FP32 scalar.
+    NVFP4: weight uint8 [O, I/2], weight_scale float8_e4m3fn [O, I/16], weight_scale_2 FP32 scalar; where inputs are
+    quantised too, input_scale FP32 scalar: an engine makes their block scales in units of it.
     FP8: weight float8_e4m3fn [O, I], weight_scale and input_scale FP32 scalars.
 
     Raises:
@@ -80,13 +81,21 @@ def stored_linear(module_name: str, linear: nn.Module) -> dict[str, Tensor]:
             "weight": packed.codes,
             "weight_scale": packed.block_scale,
             "weight_scale_2": packed.global_scale,
+            **_input_scale(linear),
         }
     scale = fp8.scale_of(quantizer.amax)
-    return {
-        "weight": fp8.encode(weight, scale),
-        "weight_scale": scale,
-        "input_scale": fp8.scale_of(linear.input_quantizer.amax),  # type: ignore[arg-type]
-    }
+    return {"weight": fp8.encode(weight, scale), "weight_scale": scale, **_input_scale(linear)}
+
+
+def _input_scale(linear: nn.Module) -> dict[str, Tensor]:
+    quantizer: Any = linear.input_quantizer
+    return {"input_scale": _tensor_scale(quantizer)} if quantizer.is_enabled else {}
+
+
+def _tensor_scale(quantizer: Any) -> Tensor:
+    """FP32 scalar: what E4M3 codes, or NVFP4's block scales, are multiplied by."""
+    to_scale = nvfp4.global_scale if modelopt.is_nvfp4(quantizer) else fp8.scale_of
+    return to_scale(quantizer.amax).reshape(())
 
 
 def effective_weight(linear: nn.Module) -> Tensor:
@@ -151,8 +160,7 @@ def kv_scales(core_attention: nn.Module) -> tuple[Tensor, Tensor] | None:
         quantizer = getattr(core_attention, which, None)
         if quantizer is None or not quantizer.is_enabled:
             return None
-        to_scale = nvfp4.global_scale if modelopt.is_nvfp4(quantizer) else fp8.scale_of
-        scales.append(to_scale(quantizer.amax).reshape(()))
+        scales.append(_tensor_scale(quantizer))
     return scales[0], scales[1]
 
 

@@ -22,7 +22,10 @@ from nemo_qad.schema import ParallelConfig
 from nemo_qad.stages.session import load_student_tensors, student_tensors
 
 MODEL = hybrid(vocab_size=300)  # 384 rows of output weight on one rank, 512 on two
-GRID = {"lightning_release": ("tp2", "cp2", "pp2_dp2_ep2"), "four_over_six_nvfp4_kv": ("tp2_ep2",)}
+GRID = {
+    "lightning_release": ("tp2", "cp2", "pp2_dp2_ep2"), "four_over_six_nvfp4_kv": ("tp2_ep2",),
+    "four_over_six_w4a4": ("tp2_ep2",),
+}  # fmt: skip
 
 
 def write(rank: int, parallel: ParallelConfig, name: str, folder: Path, tensors: Results | None) -> Results:

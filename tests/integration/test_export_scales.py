@@ -29,7 +29,9 @@ from nemo_qad.schema import ExtraRule, Format, ModelConfig, ParallelConfig, Reci
 
 MODEL = small_model()
 EXPERTS = "decoder.layers.1.mlp.experts.local_experts"
-RECIPES = ("max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release")
+RECIPES = (
+    "max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release", "four_over_six_w4a4"
+)  # fmt: skip
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 # By the definition of the format, not by the code under test: 4 bits of exponent, 3 of fraction.
 E4M3 = np.array(
@@ -102,8 +104,9 @@ def export(module: nn.Module, recipe: RecipeConfig, folder: Path, model: ModelCo
 def number_of_scales(model: ModelConfig, recipe: RecipeConfig) -> int:
     """Two or three a quantised linear by its format, and K and V of each attention layer."""
     hf_names, table = linear_names(model), formats(recipe, model)
+    counts = {Format.bf16: 0, Format.nvfp4: 2, Format.nvfp4_w4a4: 3, Format.fp8: 2}
     linears = [table[name].format for name, names in hf_names.items() for _ in names]
-    return sum(2 for each in linears if each != Format.bf16) + 2 * model.hybrid_pattern.count("*")
+    return sum(counts[each] for each in linears) + 2 * model.hybrid_pattern.count("*")
 
 
 def hard_model() -> Any:

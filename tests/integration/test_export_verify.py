@@ -27,7 +27,9 @@ from nemo_qad.quantization.nvfp4 import MIN_GLOBAL_AMAX
 from nemo_qad.quantization.student import deployed_weights, stored_linear
 from nemo_qad.schema import Format, KvFormat, ParallelConfig, Precision
 
-RECIPES = ("max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release")
+RECIPES = (
+    "max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release", "four_over_six_w4a4"
+)  # fmt: skip
 MODEL = small_model()
 
 
@@ -66,8 +68,10 @@ def test_folder_holds_the_model(name: str, tmp_path: Path) -> None:
     assert facts["num_tensors"] == checked["num_tensors"] == len(read(folder))
     assert facts["bytes_export"] == checked["num_bytes"]
     mixed = name in ("mamba_fp8_max", "lightning_release")
-    assert facts["quant_algo"] == ("MIXED_PRECISION" if mixed else "W4A16_NVFP4")
-    assert (checked["num_nvfp4_linears"], checked["num_fp8_linears"]) == ((13, 4) if mixed else (17, 0))
+    w4a4 = name == "four_over_six_w4a4"  # keeps the output layer
+    assert facts["quant_algo"] == ("MIXED_PRECISION" if mixed else "NVFP4" if w4a4 else "W4A16_NVFP4")
+    counts = (13, 4) if mixed else (16, 0) if w4a4 else (17, 0)
+    assert (checked["num_nvfp4_linears"], checked["num_fp8_linears"]) == counts
     assert checked["num_values_compared"] == sum(t.numel() for _, t in expected_weights(module, MODEL))
 
 

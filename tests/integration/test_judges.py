@@ -45,7 +45,9 @@ def student(recipe: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("recipe", ["max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "mamba_fp8_max"])
+@pytest.mark.parametrize(
+    "recipe", ["max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "mamba_fp8_max", "four_over_six_w4a4"]
+)
 def test_compressed_tensors_decodes_the_trained_weights(recipe: str, tmp_path: Path) -> None:
     module = student(recipe)
     export_student(module, tmp_path / "export", MODEL, load_recipe(recipe), None, 5.0)
@@ -109,7 +111,7 @@ def compared(name: str, ours: Tensor, theirs: Tensor) -> str:
     return "other values"
 
 
-@pytest.mark.parametrize("recipe", ["four_over_six", "mse"])
+@pytest.mark.parametrize("recipe", ["four_over_six", "mse", "four_over_six_w4a4"])
 def test_modelopts_exporter_writes_the_same_student(recipe: str, tmp_path: Path) -> None:
     module = student(recipe)
     save_bf16(module, tmp_path / "bf16", MODEL, None, 5.0)

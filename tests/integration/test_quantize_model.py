@@ -26,7 +26,9 @@ from nemo_qad.quantization.student import (
 )
 from nemo_qad.schema import ExtraRule, Format, KvFormat, ParallelConfig, Precision
 
-RECIPES = ("max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release")
+RECIPES = (
+    "max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release", "four_over_six_w4a4"
+)  # fmt: skip
 MODEL = small_model()
 
 

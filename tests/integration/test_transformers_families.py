@@ -34,6 +34,13 @@ COMMON: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 FAMILIES = {
     "llama": LlamaConfig(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
+    "llama3": LlamaConfig(
+        **COMMON,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
     "llama_tied": LlamaConfig(**COMMON, head_dim=24, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=24, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3_moe": Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, mlp_only_layers=[1]),
@@ -104,7 +111,8 @@ def test_logits_are_those_of_transformers_and_the_folder_goes_back_byte_for_byte
         ("llama", {"model_type": "gpt2"}, ["model_type='gpt2'", "llama, qwen3"]),
         ("llama", {"attention_bias": True}, ["attention_bias=True"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, ["'llama3'"]),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, ["'yarn'", "'llama3'"]),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, ["'factor' is missing"]),
         ("llama", {"hidden_size": None}, ["'hidden_size' is missing"]),
         ("qwen3_moe", {"norm_topk_prob": False}, ["norm_topk_prob=False"]),
     ],
@@ -125,4 +133,21 @@ def test_another_rotary_base_is_refused(tmp_path: Path) -> None:
     model, module = built(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(model), "rope_theta": 1.0, "rope_parameters": {}}))
     with pytest.raises(UserError, match=r"rope_theta=1\.0, but model .* has 5000\.0"):
+        load_weights(module, tmp_path, model)
+
+
+def test_another_rotary_scaling_is_refused_and_each_band_matters(tmp_path: Path) -> None:
+    """Of the eight frequencies some stay, some are divided, some lie between; old files have rope_scaling."""
+    peer_folder("llama3", tmp_path)
+    model, module = built(tmp_path)
+    plain = 500.0 ** -(torch.arange(0, 16, 2) / 16)
+    ratio = module.rotary_pos_emb.inv_freq / plain
+    assert ratio[0] == 1 and (ratio == 1 / 8).sum() >= 2 and ((ratio > 1 / 8) & (ratio < 1)).sum() >= 2
+    config = hf_config(model)
+    old = {name: value for name, value in config.items() if name != "rope_parameters"}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert model_of_folder(tmp_path).rotary_scaling == model.rotary_scaling
+    old["rope_scaling"]["factor"] = 4.0
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"rope_scaling=.*factor=4\.0.*, but model .*factor=8\.0"):
         load_weights(module, tmp_path, model)

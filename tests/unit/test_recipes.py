@@ -24,7 +24,9 @@ from nemo_qad.schema import (
 )
 
 NANO = "nemotron_3_nano_30b_a3b"
-RECIPES = ("max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release")
+RECIPES = (
+    "max", "mamba_fp8_max", "mse", "four_over_six", "four_over_six_nvfp4_kv", "lightning_release", "four_over_six_w4a4"
+)  # fmt: skip
 
 
 def recipe(name: str, **changes: Any) -> RecipeConfig:
@@ -46,12 +48,12 @@ def rule_of(plan: Rules, quantizer: str) -> dict[str, Any] | None:
 def test_rules_give_every_linear_its_format(name: str, tiny: ModelConfig) -> None:
     chosen = recipe(name)
     plan, table = rules(chosen, tiny), formats(chosen, tiny)
-    bits = {Format.nvfp4: (2, 1), Format.fp8: (4, 3)}
+    bits = {Format.nvfp4: (2, 1), Format.nvfp4_w4a4: (2, 1), Format.fp8: (4, 3)}
     for linear, fields in table.items():
         weight = rule_of(plan, f"{linear}.weight_quantizer")
         inputs = rule_of(plan, f"{linear}.input_quantizer")
         assert (weight or {}).get("num_bits") == bits.get(fields.format), linear
-        assert (inputs is not None) == (fields.format == Format.fp8), linear
+        assert (inputs is not None) == (fields.format in (Format.fp8, Format.nvfp4_w4a4)), linear
     for other in ("decoder.layers.1.mlp.router", "embedding.word_embeddings", "mtp.layers.0.mixer.in_proj"):
         assert rule_of(plan, f"{other}.weight_quantizer") is None
 
@@ -61,8 +63,10 @@ def test_published_table(name: str, tiny: ModelConfig) -> None:
     chosen = recipe(name)
     assert chosen.name == name
     experts_and_head = (chosen.routed_experts, chosen.shared_experts, chosen.output_layer)
-    assert set(experts_and_head) == {Format.nvfp4} and chosen.attention == Format.bf16
-    mamba = Format.fp8 if name in ("mamba_fp8_max", "lightning_release") else Format.nvfp4
+    w4a4 = name == "four_over_six_w4a4"
+    assert set(experts_and_head) == ({Format.nvfp4_w4a4, Format.bf16} if w4a4 else {Format.nvfp4})
+    assert chosen.attention == Format.bf16
+    mamba = Format.fp8 if name in ("mamba_fp8_max", "lightning_release") else chosen.routed_experts
     assert chosen.mamba == mamba
     dynamic = name in ("max", "mamba_fp8_max")
     assert chosen.weight_scales == (WeightScales.dynamic if dynamic else WeightScales.static)
@@ -70,7 +74,7 @@ def test_published_table(name: str, tiny: ModelConfig) -> None:
     assert chosen.kv_cache == (KvFormat.nvfp4 if name == "four_over_six_nvfp4_kv" else KvFormat.fp8)
     search = {"mse": ScaleSearch.mse}.get(name, ScaleSearch.max if dynamic else ScaleSearch.four_over_six)
     assert chosen.scale_search == search
-    blocks = rule_of(rules(chosen, tiny), "output_layer.weight_quantizer")
+    blocks = rule_of(rules(chosen, tiny), "decoder.layers.1.mlp.shared_experts.linear_fc1.weight_quantizer")
     assert blocks is not None
     assert blocks["block_sizes"]["type"] == chosen.weight_scales.value
     assert blocks["block_sizes"].get("four_over_six", False) == (search == ScaleSearch.four_over_six)
