@@ -180,6 +180,13 @@ def _check_model(model: ModelConfig, source: Source) -> None:
     if "E" in layers and moe.top_k > moe.num_experts:
         problem = f"more than model.moe.num_experts={moe.num_experts}"
         raise ConfigError("model.moe.top_k", moe.top_k, problem, "Give a smaller number.")
+    if "E" in layers and moe.top_k == 1 and not model.architecture.is_hybrid:
+        problem = "one expert a token has weight 1 by softmax over the chosen ones, which Megatron-Core refuses"
+        raise ConfigError("model.moe.top_k", 1, problem, "Not supported; give a model of 2 or more.")
+    scaling = model.rotary_scaling
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        problem = f"not above model.rotary_scaling.low_freq_factor={scaling.low_freq_factor}"
+        raise ConfigError("model.rotary_scaling.high_freq_factor", scaling.high_freq_factor, problem, "Give more.")
     if source is Source.stdlib and model.vocab_size < MIN_TOKENIZER:
         problem, remedy = "too small for a tokenizer", f"Give at least {MIN_TOKENIZER}."
         raise ConfigError("model.vocab_size", model.vocab_size, problem, remedy)

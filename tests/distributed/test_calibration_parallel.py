@@ -19,7 +19,9 @@ from nemo_qad.quantization.student import effective_weight, is_quantised, quanti
 from nemo_qad.schema import CalibrationConfig, ParallelConfig, RecipeConfig, ScaleError
 
 MODEL = hybrid()
-RECIPES = ("mse", "four_over_six", "four_over_six_nvfp4_kv", "mse_256", "max", "lightning_release")
+RECIPES = (
+    "mse", "four_over_six", "four_over_six_nvfp4_kv", "mse_256", "max", "lightning_release", "four_over_six_w4a4"
+)  # fmt: skip
 
 
 def recipe_named(name: str) -> RecipeConfig:

@@ -229,7 +229,7 @@ def test_a_shard_is_clipped_as_the_whole(start_at: int) -> None:
     assert torch.equal(part, whole.flatten()[start_at:-7])
 
 
-@pytest.mark.parametrize("recipe", ["four_over_six", "max", "mamba_fp8_max"])
+@pytest.mark.parametrize("recipe", ["four_over_six", "max", "mamba_fp8_max", "four_over_six_w4a4"])
 def test_gradient_reaches_clipped_elements(recipe: str) -> None:
     """Straight-through: the gradient of an element far out of range is that of its quantised value."""
     found = []
