@@ -24,7 +24,7 @@ PACKAGES = (
     "training",
 )
 ABOVE_PACKAGES = ("stages", "config", "command_line", "train", "sweep", "export")
-ENTRIES = ("train", "command_line", "sweep", "export")
+ENTRIES = ("train", "command_line", "sweep", "export", "doctor")
 NUMERICS = (
     "quantization.nvfp4",
     "quantization.nvfp4_fast",
@@ -48,6 +48,7 @@ WITHOUT_TORCH = (
     "described",
     "evaluation.recovery",
     "evaluation.report",
+    "doctor",
     "export",
     "fields",
     "huggingface.architectures",
@@ -57,6 +58,7 @@ WITHOUT_TORCH = (
     "huggingface.verify",
     "choices",
     "launcher",
+    "machine",
     "ranks",
     "schema",
     "sharding",
