@@ -4,7 +4,7 @@
 
 Prints a line a repetition; the last line is one JSON object: speed_ratio (seconds of copy and quantisation / seconds of
 export and verification, median), peak_ratio (memory at the peak above the model / largest shard + largest tensor), the
-seconds of the parts, sizes in bytes. Peak memory is resident memory as the kernel counts it, the pages of mapped files
+seconds of the parts, sizes in bytes, load_peak_bytes above the model while it is read. Peak memory is resident memory as the kernel counts it, the pages of mapped files
 among it.
 """
 
@@ -28,6 +28,7 @@ from torch import nn
 from nemo_qad import runtime
 from nemo_qad.config import compose
 from nemo_qad.huggingface.export import expected_rows, export_student
+from nemo_qad.huggingface.load import load_weights
 from nemo_qad.huggingface.save import save_bf16
 from nemo_qad.huggingface.sizes import export_size
 from nemo_qad.huggingface.verify import verify_folder
@@ -120,7 +121,10 @@ def main() -> None:
             module = build_model(model, ParallelConfig(name="single"), sequence_length=LENGTH).eval()
             tokens = torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
             batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(4, LENGTH)}
-            save_bf16(module, root / "bf16", model, None, 5.0)
+            save_bf16(module, root / "bf16", model, None, given.shard_gb)
+            before = reset_peak()
+            load_weights(module, root / "bf16", model)
+            load_peak = _status("VmHWM") - before
             quantize(module, recipe, model, [batch])
             runs = []
             for number in range(given.repeats):
@@ -134,6 +138,7 @@ def main() -> None:
         facts = {
             "speed_ratio": medians["speed_ratio"], "peak_ratio": max(run["peak"] for run in runs) / limit,
             "export_peak_ratio": max(run["export_peak"] for run in runs) / limit,
+            "load_peak_bytes": load_peak,
             **{f"{key}_seconds": medians[key] for key in ("copy", "quantise", "export", "verify")},
             "bf16_bytes": export_size(model, None).num_bytes, "export_bytes": sum(sizes),
             "largest_shard_bytes": max(sizes), "largest_tensor_bytes": largest, "recipe": given.recipe,
