@@ -4,8 +4,8 @@
 
 Prints a line a repetition; the last line is one JSON object: speed_ratio (seconds of copy and quantisation / seconds of
 export and verification, median), peak_ratio (memory at the peak above the model / largest shard + largest tensor), the
-seconds of the parts, sizes in bytes, load_peak_bytes above the model while it is read. Peak memory is resident memory as the kernel counts it, the pages of mapped files
-among it.
+seconds of the parts, sizes in bytes, load_peak_bytes above the model while it is read. Peak memory is resident memory
+as the kernel counts it, the pages of mapped files among it.
 """
 
 from __future__ import annotations
