@@ -11,12 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_qad.errors import StoppedElsewhereError, UserError
+from nemo_qad.errors import EXIT_INTERRUPTED, Stopped, StoppedElsewhereError, UserError
 
 
 def is_first() -> bool:
     """Whether this is the rank that writes files."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def number() -> int:
+    """This rank among all."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def from_first[Value](value: Value) -> Value:
@@ -36,6 +46,15 @@ def of_all[Value](value: Value) -> list[Value]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def to_first[Value](value: Value) -> list[Value]:
+    """Every rank's value on the first rank, in the order of the ranks; nothing on the others."""
+    if _alone():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if is_first() else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
 
 
 def any_rank(flag: bool) -> bool:
@@ -72,7 +91,7 @@ def first_alone[Value](work: Callable[[], Value]) -> Value:
 
 def _to_others(error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt()
+        return Stopped(str(error), getattr(error, "exit_status", EXIT_INTERRUPTED))
     stopped = StoppedElsewhereError(str(error))
     if isinstance(error, UserError):
         stopped.exit_status = error.exit_status

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nemo_qad.errors import EXIT_FAILURE, UserError
+from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, UserError, stop_at_once, stop_status
 from nemo_qad.ranks import STORE, is_first_rank
 
 SAVE_SECONDS = 600.0  # after Ctrl-C, to finish a step and save
@@ -102,7 +102,7 @@ def run(target: str, arguments: Sequence[Any], num_ranks: int) -> Any:
     Raises:
         UserError: that of a rank, or a rank that died: which, by what, and what to do.
         RankError: another exception of a rank.
-        KeyboardInterrupt: SIGINT or SIGTERM came, here or to a rank, and the ranks have ended.
+        Stopped: SIGINT, SIGTERM or SIGUSR1 came, here or to a rank, and the ranks have ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -140,19 +140,20 @@ def _start(folder: Path, number: int, num_ranks: int) -> _Rank:
 @dataclass
 class _StopRequest:
     count: int = 0
+    number: signal.Signals = signal.SIGINT
 
 
 @contextlib.contextmanager
 def _stop_request() -> Iterator[_StopRequest]:
-    """Counts SIGINT and SIGTERM instead of dying of them; the handlers before come back afterwards."""
+    """Counts stop signals instead of dying of them; the handlers before come back afterwards."""
     request = _StopRequest()
     previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        request.count += 1
+        request.count, request.number = request.count + 1, signal.Signals(number)
 
     with contextlib.suppress(ValueError):  # not the main thread: the signals are someone else's to handle
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             previous[number] = signal.signal(number, handle)
     try:
         yield request
@@ -174,7 +175,7 @@ def _watch(ranks: list[_Rank], request: _StopRequest) -> None:
                 print("stopping: the ranks finish their step and save; once more stops at once", file=sys.stderr)
             kill_at = min(kill_at, now + (SAVE_SECONDS if first and told == 1 else END_SECONDS))
             for rank in ranks:
-                rank.tell(signal.SIGINT)
+                rank.tell(request.number)
         if ask_at == float("inf") and any(rank.failed for rank in ranks):
             ask_at = now + LISTEN_SECONDS
         if now >= ask_at and not asked:
@@ -198,7 +199,7 @@ def _judge(ranks: list[_Rank], request: _StopRequest) -> Any:
             error.exit_status = outcome.status
             raise error
     for rank in ranks:
-        wanted = rank.ended_here or (request.count and rank.process.returncode in (-signal.SIGINT, -signal.SIGTERM))
+        wanted = rank.ended_here or (request.count and -rank.process.returncode in STOP_SIGNALS)
         if rank.number not in outcomes and not wanted:
             raise UserError(_died(rank, len(ranks)))
     defects = [(number, outcome) for number, outcome in by_time if outcome.kind == "defect"]
@@ -206,12 +207,18 @@ def _judge(ranks: list[_Rank], request: _StopRequest) -> Any:
     stopped = request.count or any(outcome.kind == "interrupted" for outcome in outcomes.values())
     if stopped and not causes:
         _name_unsaved(ranks, outcomes)
-        raise KeyboardInterrupt
+        raise Stopped(exit_status=_stop_status(list(outcomes.values()), request))
     if defects:
         number, outcome = (causes or defects)[0]
         head = f"rank {number} of {len(ranks)}: {outcome.text}"
         raise RankError(head, f"{outcome.report.rstrip()}\n{head}. {KEPT}")
     return outcomes[0].value
+
+
+def _stop_status(outcomes: list[Outcome], request: _StopRequest) -> int:
+    """As the ranks agreed; where none could say, by the signal that came here."""
+    told = [outcome.status for outcome in outcomes if outcome.kind == "interrupted"]
+    return min(told) if told else stop_status(request.number)
 
 
 def _died(rank: _Rank, num_ranks: int) -> str:
@@ -235,8 +242,8 @@ def _name_unsaved(ranks: list[_Rank], outcomes: dict[int, Outcome]) -> None:
 def rank_main() -> None:
     """What a local rank's process runs: the call in the folder that is its last argument."""
     folder = Path(sys.argv[-1])
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent's parent ignored them
-        signal.signal(number, signal.default_int_handler)
+    for number in STOP_SIGNALS:  # also where the parent's parent ignored them
+        signal.signal(number, stop_at_once)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     if not is_first_rank():
         warnings.simplefilter("ignore")  # of libraries: one rank's are enough
@@ -258,8 +265,8 @@ def _outcome(folder: Path) -> Outcome:
         return Outcome("done", time.time(), value if is_first_rank() else None)
     except UserError as error:
         return Outcome("user", time.time(), text=str(error), status=error.exit_status)
-    except KeyboardInterrupt:
-        return Outcome("interrupted", time.time())
+    except KeyboardInterrupt as stop:
+        return Outcome("interrupted", time.time(), status=getattr(stop, "exit_status", EXIT_INTERRUPTED))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
         report = traceback.format_exc()

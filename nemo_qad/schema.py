@@ -198,6 +198,10 @@ class QadConfig:
     validate_every: int = 20
     validation_samples: int = 64
     save_every: int = 50
+    keep_checkpoints: int = 2  # the newest so many stay
+    async_save: bool = True  # checkpoints are written by another process while training goes on
+    max_skipped_steps: int = 0  # steps of NaN or Inf to pass over before the run stops
+    max_loss_jump: float = 1.2  # of the same samples before and after a checkpoint was read; more stops the run
     keep: Keep = Keep.best
     quantize_weights: QuantizeWeights = QuantizeWeights.per_step
     clip_weights: bool = False  # after each step, weights beyond what their frozen scale reaches are moved to it
@@ -237,6 +241,14 @@ class ExportConfig:
 
 
 @dataclass
+class ResumeConfig:
+    """How a run folder that holds something already may be continued."""
+
+    allow: list[str] = field(default_factory=list)  # fields that may differ from the run folder's, by dotted name
+    restart: int = 0  # one more than before: QAD's checkpoints are set aside and it begins anew
+
+
+@dataclass
 class RunConfig:
     """One run. `run_dir` empty: outputs/MODEL-RECIPE-HASH, so that another configuration never collides."""
 
@@ -249,6 +261,7 @@ class RunConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     calibration: CalibrationConfig = MISSING
     export: ExportConfig = field(default_factory=ExportConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
     run_dir: str | None = None
     output_dir: str = "outputs"

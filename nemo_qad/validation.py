@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_qad import fields as schema_fields
 from nemo_qad.errors import ConfigError
 from nemo_qad.recipe_validation import check_recipe
 from nemo_qad.schema import (
@@ -32,7 +33,9 @@ MAY_BE_ZERO = {
     "threads",
     "model.mtp_num_layers",
     "qad.refresh_scales_every",
+    "qad.max_skipped_steps",
     "qad.warmup_steps",
+    "resume.restart",
     "teacher.warmup_steps",
 }
 MAY_BE_ZERO |= {"model.moe.shared_expert_ffn_hidden_size"}
@@ -56,6 +59,7 @@ def validate(run: RunConfig) -> None:
     _check_loss(run)
     check_batches(run)
     _check_stages(run)
+    _check_resume(run)
     if run.data.source is Source.indexed and not run.data.path:
         problem = "data=indexed reads a folder of yours"
         raise ConfigError("data.path", run.data.path, problem, "Give data.path=FOLDER.")
@@ -229,6 +233,16 @@ def _check_loss(run: RunConfig) -> None:
     if qad.teacher_logits is not None and not qad.loss.is_sparse:
         problem = f"qad.loss={qad.loss} reads no file, the teacher runs beside the student"
         raise ConfigError("qad.teacher_logits", qad.teacher_logits, problem, f"Give {sparse}, or leave it out.")
+
+
+def _check_resume(run: RunConfig) -> None:
+    if run.qad.max_loss_jump < 1:
+        problem = "below 1, so no run could ever be continued"
+        raise ConfigError("qad.max_loss_jump", run.qad.max_loss_jump, problem, "Give 1 or more, for example 1.2.")
+    for name in run.resume.allow:
+        if not schema_fields.is_known(name):
+            remedy = "Name fields or groups of the configuration: resume.allow=[qad.steps,data]."
+            raise ConfigError("resume.allow", name, "there is no such setting", remedy)
 
 
 def _check_stages(run: RunConfig) -> None:

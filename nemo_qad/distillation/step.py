@@ -15,7 +15,6 @@ from torch import Tensor
 from nemo_qad.distillation.kl import NonFiniteError, kl_divergence
 from nemo_qad.distillation.linear_kl import linear_kl
 from nemo_qad.distillation.sparse_kl import SparseLogits, sparse_kl
-from nemo_qad.errors import UserError
 from nemo_qad.models.build import bare, forward_hidden, forward_logit_shards, output_weight
 from nemo_qad.models.context import Documents, local_starts
 from nemo_qad.quantization.student import linear_operands
@@ -37,6 +36,7 @@ class DistillationLoss:
 
     def __init__(self, qad: QadConfig, *, vocab_size: int, teacher: torch.nn.Module | None) -> None:
         self.qad, self.vocab_size, self.teacher = qad, vocab_size, teacher
+        self.trouble: str | None = None
         if teacher is not None:
             teacher.eval()
 
@@ -48,18 +48,20 @@ class DistillationLoss:
     def __call__(self, student: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """On the last stage of a pipeline.
 
-        Raises:
-            UserError: hidden states, weights or the teacher's values hold NaN or Inf; it names the place.
+        Where hidden states, weights or the teacher's values hold NaN or Inf, `trouble` names the place and the sum is
+        NaN, with a gradient that reaches all that a sound one reaches: other ranks wait for it.
         """
         by_name = _KINDS[self.qad.loss]
         try:
             return by_name(student, batch, qad=self.qad, vocab_size=self.vocab_size, teacher=self.teacher)
         except NonFiniteError as error:
             row, position = self._place(student, batch, error.token)
-            raise UserError(
-                f"qad: the loss of token {position} of sample {row} of the micro-batch is not finite: {error.source}. "
-                "Nothing was updated; look at the weights that are named and at the data of this step"
-            ) from None
+            self.trouble = (
+                f"the loss of token {position} of sample {row} of the micro-batch is not finite: {error.source}"
+            )
+        hidden, weight = output_operands(student, batch["tokens"], _documents(batch))
+        nan = (hidden.sum() + weight.sum()).float() * float("nan")
+        return nan, (batch["loss_mask"] > 0).sum()
 
     def _place(self, student: torch.nn.Module, batch: Batch, token: int) -> tuple[int, int]:
         """Row and position in the whole sequence of the token that the loss calls number `token`."""

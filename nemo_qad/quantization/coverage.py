@@ -144,8 +144,9 @@ def check_scales(module: nn.Module) -> list[str]:
     bad = union_of_names(bad)
     if bad:
         raise UserError(
-            f"Unusable scales after calibration: {show(bad)}. A missing one means that no calibration token "
-            "reached the module (raise calibration.num_samples); zero or NaN, that the teacher is damaged"
+            f"Unusable scales: {show(bad)}. After calibration a missing one means that no calibration token "
+            "reached the module (raise calibration.num_samples); zero or NaN, that the teacher is damaged. In a "
+            "checkpoint it means that what wrote it was damaged: continue from another one"
         )
     return _kv_warnings(module)
 
@@ -190,6 +191,8 @@ def _scale_problem(module: nn.Module, name: str, quantizer: Any) -> str | None:
     elif quantizer.is_nvfp4_static:
         if not torch.isfinite(quantizer.amax).all():
             return "block amax is NaN or infinite"
+        if not bool(quantizer.amax.any()):
+            return "every block amax is zero"
         amax = quantizer.global_amax
     else:
         amax = getattr(quantizer, "_amax", None)

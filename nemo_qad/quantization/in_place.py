@@ -15,6 +15,7 @@ forward. `clip` moves it back to that limit. Dynamic NVFP4 scales follow the lar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from nemo_qad.models.whole import Cut
 from nemo_qad.quantization import fp8, modelopt, nvfp4
 from nemo_qad.quantization.nvfp4_fast import chunk_blocks
 from nemo_qad.quantization.scales import choose_weight_scales, largest_magnitude
-from nemo_qad.quantization.sharded_scales import scale_cut
-from nemo_qad.quantization.student import is_quantised
+from nemo_qad.quantization.sharded_scales import ShardedScales, empty_like, scale_cut
+from nemo_qad.quantization.student import is_quantised, quantizer_state, set_scales
 from nemo_qad.schema import QadConfig, RecipeConfig
 
 AMAX, GLOBAL_AMAX = "weight_quantizer._amax", "weight_quantizer._global_amax"
@@ -136,12 +137,32 @@ class QuantizedWeights:
         """How `scales` are cut over tensor-parallel ranks."""
         return scale_cut(self._module)
 
-    def load_scales(self, scales: dict[str, Tensor]) -> None:
-        """The inverse of `scales`. Raises KeyError where one is missing."""
-        for linear in self._refreshed():
-            device = linear.parameter.device
-            amax, outer = (scales[f"{linear.name}.{buffer}"].to(device).clone() for buffer in (AMAX, GLOBAL_AMAX))
-            modelopt.set_static_scales(linear.quantizer, amax, outer)
+    def sharded_scales(self) -> dict[str, Any]:
+        """Megatron's sharded tensors of the scales of every quantizer, by key: of weights, activations, K and V."""
+        return dict(ShardedScales(self._module).sharded_state(quantizer_state(self._module)))
+
+    def load_scales(self, load: Callable[[dict[str, Any]], None]) -> None:
+        """The inverse of `sharded_scales`: sets every scale to the checkpoint's; a collective call.
+
+        Raises:
+            UserError: naming scales that are missing, zero, NaN or infinite.
+        """
+        own, sharded = empty_like(self._module), ShardedScales(self._module)
+        wanted = sharded.sharded_state(own)
+        load(wanted)
+        set_scales(self._module, sharded.state_of({key: item.data for key, item in wanted.items()}, own))
+
+    @contextmanager
+    def as_modelopt_has_them(self) -> Iterator[None]:
+        """Inside, the weight quantizers say that they quantise, as a student outside training has them."""
+        off = [each for each in self._linears.values() if not each.quantizer._if_quant]
+        for linear in off:
+            linear.quantizer.enable_quant()
+        try:
+            yield
+        finally:
+            for linear in off:
+                linear.quantizer.disable_quant()
 
     def _refreshed(self) -> list[_Linear]:
         if not self._refresh_every:

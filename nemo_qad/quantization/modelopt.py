@@ -21,7 +21,9 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import modelopt.torch.quantization as mtq
@@ -250,6 +252,9 @@ def install() -> None:
     TensorQuantizer.forward = _returns_early(TensorQuantizer.forward)
     TensorQuantizer._apply = _keeps_fp32(TensorQuantizer._apply)
     TensorQuantizer._get_amax = _amax_of_all_ranks(TensorQuantizer._get_amax)
+    # A process group is this run's, not the checkpoint's.
+    skipped = {*TensorQuantizer._skip_properties_for_save_restore, "amax_group"}
+    TensorQuantizer._skip_properties_for_save_restore = skipped
     megatron_plugin._check_nvfp4_static_tp_supported = lambda model: None
     QuantModuleRegistry.register({CoreAttention: "nemo_qad_CoreAttention"})(_QuantCoreAttention)
     QuantModuleRegistry.unregister(SequentialMLP)
@@ -338,3 +343,12 @@ def set_amax(quantizer: TensorQuantizer, amax: Tensor) -> None:
     if hasattr(quantizer, "_amax"):
         del quantizer._amax
     quantizer.amax = amax
+
+
+def save_state(module: nn.Module, folder: Path) -> None:
+    """Writes FOLDER/modelopt_state, from which ModelOpt's restore learns what is quantised; a collective call."""
+    from modelopt.torch.opt.plugins.mcore_dist_checkpointing import save_sharded_modelopt_state
+
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_sharded_modelopt_state([module], str(folder))

@@ -50,6 +50,15 @@ def restore_quantizers(module: nn.Module, recipe: RecipeConfig, model: ModelConf
     plan = rules(recipe, model, local)
     modelopt.insert_quantizers(module, plan.quant_cfg)
     check_coverage(module, table, plan.expected, recipe)
+    set_scales(module, state)
+
+
+def set_scales(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Gives the enabled quantizers of a quantised model the scales of `quantizer_state`; a collective call.
+
+    Raises:
+        UserError: naming scales that are missing, not asked for, misshapen, zero, NaN or infinite.
+    """
     expected = _expected_shapes(module)
     _check_names(state, expected)
     device = next(module.parameters()).device

@@ -1,30 +1,32 @@
-"""The run folder: one configuration, one owner at a time, and what is finished in it."""
+"""The run folder: one configuration, one owner at a time, and what is finished in it.
+
+Another configuration than the folder's may continue it as far as `resume.py` says; the folder takes it over then.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
+import os
+import time
 from pathlib import Path
 from typing import IO, Any
 
-from nemo_qad import agreement
-from nemo_qad.config import config_hash, to_yaml
-from nemo_qad.errors import RunFolderError, UserError
-from nemo_qad.files import disk_errors, read_json, sha256, write_json
+from nemo_qad import agreement, resume
+from nemo_qad.config import config_hash, from_yaml, to_yaml
+from nemo_qad.errors import ConfigError, RunFolderError, UserError
+from nemo_qad.files import disk_errors, flush, read_json, replace_text, sha256, write_json
 from nemo_qad.schema import RunConfig, Stage
-
-
-def _differences(old: str, new: str) -> str:
-    """The first lines in which two configurations differ, for a message."""
-    before, after = set(old.splitlines()), set(new.splitlines())
-    changed = [line.strip() for line in new.splitlines() if line not in before]
-    was = [line.strip() for line in old.splitlines() if line not in after]
-    return f"now {', '.join(changed[:4]) or 'fewer keys'}; there {', '.join(was[:4]) or 'fewer keys'}"
 
 
 class RunFolder:
     """RUN/config.yaml and its hash, RUN/stages/NAME.json as done-markers, RUN/.lock held by the owner.
 
+    RUN/config_history.jsonl has what was changed on resume, RUN/restarts.json how often QAD was begun anew.
     Of several ranks the first owns it; the others know from it what is finished, and write no marker.
+
+    Attributes:
+        remarks: what opening it changed, in words.
     """
 
     def __init__(self, path: Path, run: RunConfig, *, owner: bool = True) -> None:
@@ -35,6 +37,7 @@ class RunFolder:
         self.path = path
         self._lock: IO[str] | None = None
         self._results: dict[Stage, dict[str, Any]] = {}
+        self.remarks: list[str] = []
         if owner:
             self._open(run)
 
@@ -44,6 +47,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._take(path / ".lock")
         self._check_or_write_config(run)
+        self._restart(run.resume.restart)
         for stage in Stage:
             if self.marker(stage).exists():
                 self._results[stage] = read_json(self.marker(stage))
@@ -66,21 +70,57 @@ class RunFolder:
             self._lock.close()
 
     def _check_or_write_config(self, run: RunConfig) -> None:
-        digest, text = config_hash(run), to_yaml(run)
-        config, marker = self.path / "config.yaml", self.path / "config.sha256"
+        marker = self.path / "config.sha256"
         if marker.exists():
-            if marker.read_text(encoding="utf-8").strip() != digest:
-                detail = _differences(config.read_text(encoding="utf-8"), text) if config.exists() else ""
-                raise RunFolderError(
-                    f"run_dir={self.path}: belongs to another configuration ({detail}). "
-                    "Choose another run_dir, or leave run_dir out to get a folder for this configuration"
-                )
+            if marker.read_text(encoding="utf-8").strip() != config_hash(run):
+                self._take_over(run)
             return
         if any(self.path.glob("stages/*.json")):
             raise RunFolderError(f"run_dir={self.path}: holds stages but no config.sha256. Choose another run_dir")
-        with disk_errors(self.path):
-            config.write_text(text, encoding="utf-8")
-            marker.write_text(digest + "\n", encoding="utf-8")
+        self._write_config(run)
+
+    def _take_over(self, run: RunConfig) -> None:
+        """Makes `run` the folder's configuration, or raises RunFolderError where it must not be."""
+        try:
+            before = from_yaml((self.path / "config.yaml").read_text(encoding="utf-8"), check=False)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise RunFolderError(
+                f"run_dir={self.path}: belongs to another configuration, and its config.yaml cannot be read ({error}). "
+                "Choose another run_dir, or leave run_dir out to get a folder for this configuration"
+            ) from None
+        found = resume.changes(before, run)
+        if problem := resume.refusal(found, run.resume.allow):
+            raise RunFolderError(f"run_dir={self.path}: {problem}")
+        with disk_errors(self.path), (self.path / "config_history.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"seconds": time.time(), "changes": resume.listed(found)}) + "\n")
+        for stage in resume.remade(found):
+            self._forget(stage)
+        self._write_config(run)
+        self.remarks.append(f"continued with {'; '.join(map(str, found)) or 'an equal configuration'}")
+
+    def _write_config(self, run: RunConfig) -> None:
+        """The hash last: with the old one a start in between is compared with the new text, and finds no change."""
+        replace_text(self.path / "config.yaml", to_yaml(run))
+        replace_text(self.path / "config.sha256", config_hash(run) + "\n")
+
+    def _forget(self, stage: Stage) -> None:
+        self.marker(stage).unlink(missing_ok=True)
+
+    def _restart(self, number: int) -> None:
+        """Sets RUN/qad aside where the run asks for a restart not made yet. A name changes, nothing is lost."""
+        record = self.path / "restarts.json"
+        if number <= (read_json(record)["restarts"] if record.exists() else 0):
+            return
+        qad = self.path / "qad"
+        if qad.exists():
+            aside = next(p for n in range(1, 10**6) if not (p := self.path / f"qad-set-aside-{n}").exists())
+            for stage in (Stage.qad, Stage.evaluate, Stage.export):
+                self._forget(stage)
+            with disk_errors(self.path):
+                os.rename(qad, aside)
+                flush(self.path)
+            self.remarks.append(f"resume.restart={number}: what QAD had is in {aside} now, and it begins anew")
+        write_json(record, {"restarts": number})
 
     def marker(self, stage: Stage) -> Path:
         return self.path / "stages" / f"{stage.value}.json"

@@ -145,7 +145,7 @@ def write_file(session: Session, folder: Path, contents: Contents, shard_bytes: 
                 batches.append(_sparse_batch(session, contents.parts[shard.part], first, batch["tokens"]))
                 bar.advance(len(batch["tokens"]), tokens=batch["tokens"].numel())
                 if stop.agreed():
-                    raise Interrupted(num_written)
+                    raise Interrupted(num_written, stop.exit_status())
             if writer:
                 writer.write(shard, batches)
             num_written += sum(len(batch["tokens"]) for batch in batches)

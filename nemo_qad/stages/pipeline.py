@@ -62,6 +62,8 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     folder = RunFolder(run_folder(run), run, owner=first)
     try:
         if first:
+            for remark in folder.remarks:
+                say(f"{folder.path}: {remark}")
             write_json(folder.path / "environment.json", {**_environment(), "overrides": list(overrides)})
         with process_groups(run.parallel, seed=run.seed, threads=run.threads, identity=identity(run)):
             folder.share()

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 
 from nemo_qad import agreement, config, launcher, runtime
-from nemo_qad.checkpoint.steps import load_newest, save_step
+from nemo_qad.checkpoint import sharded
+from nemo_qad.checkpoint.newest import newest_good
+from nemo_qad.checkpoint.saver import CheckpointSaver
+from nemo_qad.checkpoint.steps import StepFolders
 from nemo_qad.config import to_plain
 from nemo_qad.data import tokenizer
 from nemo_qad.data.datasets import training_batches, unigram_loss
@@ -150,9 +153,9 @@ def _train(session: Session, root: Path) -> dict[str, Any]:
         LanguageModelLoss(vocab_size=vocab_size),
         precision=session.run.model.precision,
     )
-    found = load_newest(root / "checkpoints", session.say)
+    found = newest_good(StepFolders(root / "checkpoints"), session.say, f"delete {root} to train the teacher anew")
     if found:
-        trainer.load_state(found[0], found[1]["step"])
+        trainer.restore(lambda state: sharded.load(found.folder, state), found.step)
         session.say(f"teacher: continues after step {trainer.step}")
     _loop(session, trainer, root)
     save_bf16(module, root / "model", session.run.model, session.data.tokenizer_folder, 5.0)
@@ -163,14 +166,16 @@ def _loop(session: Session, trainer: Trainer, root: Path) -> None:
     settings = session.run.teacher
     tokens = settings.global_batch_size * settings.sequence_length
     batches = _micro_batches(session, trainer.step)
+    saver = CheckpointSaver(StepFolders(root / "checkpoints"), session.say, asynchronous=False)
     with deferred_stop() as stop, progress("teacher", settings.steps, trainer.step) as bar:
         while trainer.step < settings.steps:
             result = trainer.train_step(list(itertools.islice(batches, 1)))
             bar.advance(tokens=tokens, loss=result.loss)
             if stop.requested or trainer.step % 200 == 0:
-                save_step(root / "checkpoints", trainer.step, trainer.state(), {})
+                saver.save(trainer.step, trainer.saving(), {})
             if stop.requested:
-                raise Interrupted(trainer.step)
+                saver.require_saved()
+                raise Interrupted(trainer.step, stop.exit_status())
 
 
 def _judge(session: Session, root: Path, num_parameters: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stop at a step's border: SIGINT and SIGTERM set a flag, the loop saves and leaves.
+"""Stop at a step's border: SIGINT, SIGTERM and SIGUSR1 set a flag, the loop saves and leaves.
 
 Stopping in the middle of an optimizer step would leave half of the parameters updated. A second signal
 leaves at once; the newest checkpoint on disk is then the one that counts.
@@ -13,38 +13,48 @@ from types import FrameType
 from typing import Any
 
 from nemo_qad import agreement
+from nemo_qad.errors import EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, stop_at_once, stop_status
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(Stopped):
     """Training stopped on request after a whole step; `step` steps are saved."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped on request after step {step}; continue with the same command")
+    def __init__(self, step: int, exit_status: int = EXIT_INTERRUPTED) -> None:
+        super().__init__(f"stopped on request after step {step}; continue with the same command", exit_status)
         self.step = step
 
 
 class StopRequest:
-    """Whether someone asked the loop to stop."""
+    """Whether someone asked the loop to stop, and by which signal."""
 
-    requested = False
+    def __init__(self) -> None:
+        self.number = 0
+
+    @property
+    def requested(self) -> bool:
+        return self.number != 0
 
     def agreed(self) -> bool:
         """Whether any rank was asked: a collective call, so that all of them stop after the same step."""
         return agreement.any_rank(self.requested)
 
+    def exit_status(self) -> int:
+        """Of all ranks, after `agreed`; a collective call."""
+        return min(stop_status(number) for number in agreement.of_all(self.number) if number)
+
 
 @contextmanager
 def deferred_stop() -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM only sets `requested`; the second acts as usual."""
+    """Inside, the first stop signal only sets `requested`; the second leaves at once, by `Stopped`."""
     request = StopRequest()
     previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        request.requested = True
-        for known, handler in previous.items():
-            signal.signal(known, handler)
+        request.number = number
+        for known in previous:
+            signal.signal(known, stop_at_once)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         try:
             previous[number] = signal.signal(number, handle)
         except ValueError:  # not the main thread: the signals are someone else's to handle

@@ -20,6 +20,7 @@ class LanguageModelLoss:
     """
 
     num_models = 1
+    trouble: str | None = None
 
     def __init__(self, *, vocab_size: int) -> None:
         self.vocab_size = vocab_size

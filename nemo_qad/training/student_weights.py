@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,10 +34,16 @@ class StudentWeights(Protocol):
         """Chooses frozen scales anew from the parameters, if it is time."""
 
     def scales(self) -> dict[str, Tensor]:
-        """Scales that are part of a run's state."""
+        """Scales that training changes."""
 
     def scale_cut(self) -> Cut:
         """How `scales` are cut over tensor-parallel ranks."""
 
-    def load_scales(self, scales: dict[str, Tensor]) -> None:
-        """Raises KeyError where one is missing."""
+    def sharded_scales(self) -> dict[str, Any]:
+        """All scales as Megatron's sharded tensors, by key."""
+
+    def load_scales(self, load: Callable[[dict[str, Any]], None]) -> None:
+        """The inverse of `sharded_scales`. Raises UserError where one is missing or unusable."""
+
+    def as_modelopt_has_them(self) -> AbstractContextManager[None]:
+        """Inside, quantizers look as outside training."""

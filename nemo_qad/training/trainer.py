@@ -25,16 +25,20 @@ from torch import Tensor
 from nemo_qad.errors import UserError
 from nemo_qad.models.forward import Ranks, local_part
 from nemo_qad.schema import Precision
+from nemo_qad.training.guards import require_finite
 from nemo_qad.training.main_parameters import MainParameters, wrapped
 from nemo_qad.training.optimizer import OptimizerSettings, build_optimizer
+from nemo_qad.training.sharded_state import Load, ShardedState
 from nemo_qad.training.student_weights import StudentWeights
-from nemo_qad.training.training_state import TrainingState
+from nemo_qad.training.whole_state import WholeState
 
 Batch = dict[str, Tensor]
 
 
 class Loss(Protocol):
     """A micro-batch's contribution. Tensors of a batch [B, L, ...] are the rank's part of the sequence."""
+
+    trouble: str | None  # what was not finite in the last calls, if anything; the sum is NaN then. The caller clears it
 
     @property
     def num_models(self) -> int:
@@ -83,7 +87,8 @@ class Trainer:
         self.module = module
         self.loss = loss
         self.average_decay = average_decay
-        self.step = 0
+        self.step = 0  # global batches that were taken, also those that changed nothing
+        self.updates = 0  # how often the optimizer has stepped
         self._ranks = Ranks.of(module)
         config: Any = module.config
         config.calculate_per_token_loss = True
@@ -96,7 +101,8 @@ class Trainer:
         parts = self._main.parts
         self.average = {n: part.values.detach().clone() for n, part in parts.items()} if average_decay else {}
         self._weights = weights
-        self._state = TrainingState(module, self._main, self._optimizer, self.average, weights)
+        self._whole = WholeState(module, self._main, self._optimizer, self.average, weights)
+        self._sharded = ShardedState(module, self._main, self._optimizer, self.average, weights)
         self._in_place = weights is not None and weights.in_place
         self._is_latent = not self._in_place
         # The truth about weights quantised in place whose main values lie in the parameter: of this rank's part.
@@ -110,36 +116,56 @@ class Trainer:
         """One optimizer step over `micro_batches` ([B, S] each).
 
         Raises:
-            UserError: the loss or the gradient norm is NaN or Inf, or ranks that share samples read other ones; the
-                parameters are left as they were.
+            NonFiniteStepError: the loss or a gradient is NaN or Inf. UserError: ranks that share samples read other
+                ones. The parameters are left as they were; `skip` goes on to the next step.
         """
         assert self._is_latent != self._in_place, "a step inside latent()"
         self._refuse_other_data(micro_batches)
-        num_rows, length = micro_batches[0]["tokens"].shape
-        local = [self._local(batch) for batch in micro_batches]
+        self.loss.trouble = None
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        sums = self._forward_backward(micro_batches, forward_only=False)
+        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
+        broken = [number for number, item in enumerate(sums) if not math.isfinite(float(item["sum"]))]
+        require_finite(self.module, self.step + 1, total, broken, self.loss.trouble)
+        learning_rate = self._optimizer.param_groups[0]["lr"]
+        for name, truth in self._kept.items():
+            self._main.parts[name].write(truth)
+        _, grad_norm, _ = self._optimizer.step()
+        self._scheduler.step(increment=1)
+        self.step, self.updates = self.step + 1, self.updates + 1
+        self._after_update()
+        return StepResult(total / max(count, 1), float(grad_norm or 0.0), int(count), learning_rate)
+
+    def skip(self) -> None:
+        """Passes over the step that `train_step` refused: its samples and its place in the schedule are gone."""
+        self._scheduler.step(increment=1)
+        self.step += 1
+
+    @torch.no_grad()
+    def measure(self, micro_batches: Sequence[Batch]) -> float:
+        """The loss of a step's samples under the weights as training has them, nothing being changed."""
+        with torch.random.fork_rng(devices=[]):
+            sums = self._forward_backward(micro_batches, forward_only=True)
+        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
+        return total / max(count, 1)
+
+    def _forward_backward(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
+        """Through Megatron's schedule: {"sum", "count"} of each micro-batch; nothing before the last stage."""
+        num_rows, length = micro_batches[0]["tokens"].shape
+        local = [self._local(batch) for batch in micro_batches]
         with self.loss.paired(self.module):
-            sums = get_forward_backward_func()(
+            sums: list[dict[str, Tensor]] = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(local),
                 model=[self._ddp],
                 num_microbatches=len(local),
                 seq_length=length,
                 micro_batch_size=num_rows * self.loss.num_models,
-                forward_only=False,
+                forward_only=forward_only,
             )
-        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
-        self._refuse_non_finite(total)
-        learning_rate = self._optimizer.param_groups[0]["lr"]
-        for name, truth in self._kept.items():
-            self._main.parts[name].write(truth)
-        _, grad_norm, _ = self._optimizer.step()
-        self._scheduler.step(increment=1)
-        self.step += 1
-        self._after_update()
-        return StepResult(total / max(count, 1), float(grad_norm or 0.0), int(count), learning_rate)
+        return sums
 
     def _local(self, batch: Batch) -> Batch:
         """The rank's part of the sequence, on its device."""
@@ -184,21 +210,6 @@ class Trainer:
                     "Nothing was updated; see that both read the same data files (data.path, cache_dir)"
                 )
 
-    def _refuse_non_finite(self, total: float) -> None:
-        names = [n for n, p in self.module.named_parameters() if not _gradient(p).isfinite().all()]
-        is_bad = bool(names) or not math.isfinite(total)
-        if dist.get_world_size() > 1:
-            # A gradient may be on one rank alone: all must stop, or the others would wait for it.
-            flag = torch.tensor([is_bad], dtype=torch.int32, device=next(self.module.parameters()).device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-            is_bad = bool(flag)
-        if is_bad:
-            raise UserError(
-                f"step {self.step + 1}: the loss is {total} and these gradients are NaN or Inf: "
-                f"{', '.join(names[:3]) or 'none'}. Nothing was updated; lower the learning rate, or look at "
-                "the data of this step"
-            )
-
     @torch.no_grad()
     def _after_update(self) -> None:
         """The parameters hold the truth: clip it, average it, choose scales by it, keep it, quantise it."""
@@ -226,7 +237,7 @@ class Trainer:
     @torch.no_grad()
     def _update_average(self) -> None:
         # The first steps count fully (as an unbiased running mean), so that the start does not linger.
-        decay = min(self.average_decay, (self.step - 1) / self.step)
+        decay = min(self.average_decay, (self.updates - 1) / self.updates)
         for name, average in self.average.items():
             average.lerp_(self._main.parts[name].values, 1 - decay)
 
@@ -276,21 +287,33 @@ class Trainer:
         The same names and shapes in every layout, with the distributed optimizer and without. A collective call; other
         ranks get nothing.
         """
-        return self._state.collect(self._truth)
+        return self._whole.collect(self._truth)
+
+    def saving(self) -> dict[str, Any]:
+        """What this rank writes of `state`, and of the random states, as Megatron's sharded tensors; a collective call.
+
+        They are the trainer's own tensors: to be written, or copied, before the next step.
+        """
+        return self._sharded.to_save(self._truth)
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
-        """The inverse of `state`, for a fresh trainer of the same settings; every rank gives the whole tensors.
+    def restore(
+        self, load: Load, step: int, updates: int | None = None, *, same_ranks: bool = True, with_scales: bool = True
+    ) -> None:
+        """The inverse of `saving`, for a fresh trainer of the same settings in any layout; a collective call.
 
-        Raises:
-            UserError: a tensor is missing, so the checkpoint belongs to another model.
+        Args:
+            load: fills sharded tensors from the checkpoint (`checkpoint.sharded.load`).
+            updates: how often the optimizer had stepped; default: each step.
+            same_ranks: as many ranks wrote it.
+            with_scales: take the checkpoint's quantizer scales too.
         """
-        try:
-            with self.latent():
-                self._state.load(tensors, step, self._kept)
-                self._main.gather()
-        except KeyError as error:
-            raise UserError(f"the checkpoint lacks {error}: it belongs to another model or setting") from None
+        self.updates = step if updates is None else updates
+        with self.latent():
+            self._sharded.restore(
+                load, self.updates, self._kept, same_ranks=same_ranks, with_scales=with_scales
+            )
+            self._main.gather()
         self._scheduler.step(increment=step)
         self.step = step
 
@@ -303,8 +326,3 @@ def _checksum(tokens_BS: Tensor) -> int:
 
 def _no_loss(output: Tensor) -> Tensor:
     raise AssertionError("only the last stage of a pipeline has a loss")
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """Where Megatron's DDP accumulates a parameter's gradient."""
-    return parameter.main_grad  # type: ignore[attr-defined]

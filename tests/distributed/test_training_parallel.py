@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from ranks import Results, run_ranks
 from torch import Tensor
 
 from nemo_qad import runtime
+from nemo_qad.checkpoint import sharded
+from nemo_qad.checkpoint.saver import CheckpointSaver
+from nemo_qad.checkpoint.steps import StepFolders
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.errors import UserError
 from nemo_qad.models.whole import gather, parameter_cut
@@ -41,8 +46,11 @@ def micro_batches(step: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def train(rank: int, parallel: ParallelConfig, weights: Results | None) -> Results:
-    """Metrics of each step on every rank; the state after the last, and the gradients of the first, on rank 0."""
+def train(rank: int, parallel: ParallelConfig, weights: Results | None, folder: Path | None = None) -> Results:
+    """Metrics of each step on every rank; the state after the last, and the gradients of the first, on rank 0.
+
+    `folder` gets a checkpoint of the first step.
+    """
     with runtime.process_groups(parallel, seed=1, threads=1):
         start = part(weights, "start.") if weights else None
         student = build(MODEL, parallel, start)
@@ -59,21 +67,25 @@ def train(rank: int, parallel: ParallelConfig, weights: Results | None) -> Resul
             precision=Precision.fp32, average_decay=0.5, distributed_optimizer=parallel.distributed_optimizer,
         )  # fmt: skip
         data: Any = student.pg_collection.dp
+        saver = CheckpointSaver(StepFolders(folder), print, asynchronous=True) if folder else None
         for step in range(STEPS):
             result = trainer.train_step(micro_batches(step)[data.rank() :: data.size()])
             found |= {f"loss.{step}": torch.tensor(result.loss), f"norm.{step}": torch.tensor(result.grad_norm)}
             found[f"count.{step}"] = torch.tensor(result.num_tokens)
             if step == 0:
-                found |= {f"saved.{n}": t.clone() for n, t in trainer.state().items() if n != "rng"}
+                if saver is not None:
+                    saver.save(1, trainer.saving(), {})  # and training goes on at once
                 gradients = {n: p.main_grad for n, p in student.named_parameters()}
                 if not parallel.distributed_optimizer:
                     whole = gather(student, gradients, parameter_cut(student))
                     found |= {f"gradient.{n}": g.clone() for n, g in whole.items()}
+        if saver is not None:
+            saver.require_saved()
         return found | {f"state.{n}": t for n, t in trainer.state().items() if n != "rng"}
 
 
-def resumed(rank: int, parallel: ParallelConfig, weights: Results) -> Results:
-    """The last two steps from the state after the first, which another layout may have written."""
+def resumed(rank: int, parallel: ParallelConfig, weights: Results, folder: Path, same_ranks: bool) -> Results:
+    """The last two steps from the checkpoint after the first, which another layout may have written."""
     with runtime.process_groups(parallel, seed=1, threads=1):
         student = build(MODEL, parallel, part(weights, "start."))
         teacher = build(MODEL, parallel, part(weights, "teacher.")).requires_grad_(False)
@@ -81,8 +93,7 @@ def resumed(rank: int, parallel: ParallelConfig, weights: Results) -> Results:
             student, qad_settings(QAD), distillation_loss(QAD, vocab_size=MODEL.vocab_size, teacher=teacher),
             precision=Precision.fp32, average_decay=0.5, distributed_optimizer=parallel.distributed_optimizer,
         )  # fmt: skip
-        state = part(weights, "saved.")
-        trainer.load_state({**state, "rng": torch.get_rng_state()}, 1)
+        trainer.restore(functools.partial(sharded.load, folder / "step-000001"), 1, same_ranks=same_ranks)
         data: Any = student.pg_collection.dp
         for step in (1, 2):
             trainer.train_step(micro_batches(step)[data.rank() :: data.size()])
@@ -154,16 +165,21 @@ def test_a_rank_that_reads_other_data_is_named() -> None:
     assert all(found["same"] for found in run_ranks(step_on_other_data, 2, LAYOUTS["tp2"], environment=True))
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("one", "tp2_ep2"), ("dp2_optimizer", "pp2"), ("tp2_pp2", "one")])
-def test_state_continues_in_another_layout(one: Results, writer: str, reader: str) -> None:
+PAIRS = [
+    ("one", "tp2_ep2"), ("tp2_ep2", "one"), ("dp2_optimizer", "pp2"), ("tp2_pp2", "one"), ("one", "cp2"),
+    ("ep2", "dp2_optimizer"), ("dp2_optimizer", "dp2"), ("cp2", "tp2"), ("tp2", "tp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_checkpoint_continues_in_another_layout(one: Results, writer: str, reader: str, tmp_path: Path) -> None:
+    """One that was written beside the second step, by processes of their own."""
     layouts = {**GRID, "one": ONE}
+    wrote, reads = layouts[writer], layouts[reader]
     known = {name: value for name, value in one.items() if name.startswith(("start.", "teacher."))}
-    if writer == "one":
-        saved = one
-    else:
-        saved = run_ranks(train, layouts[writer].ranks_per_node, layouts[writer], one, environment=True)[0]
-    known |= {name: value for name, value in saved.items() if name.startswith("saved.")}
-    found = run_ranks(resumed, layouts[reader].ranks_per_node, layouts[reader], known, environment=True)[0]
+    run_ranks(train, wrote.ranks_per_node, wrote, one, tmp_path, environment=True)
+    same = wrote.ranks_per_node == reads.ranks_per_node
+    found = run_ranks(resumed, reads.ranks_per_node, reads, known, tmp_path, same, environment=True)[0]
     expected = part(one, "state.")
     assert part(found, "state.").keys() == expected.keys()
     for name, reference in expected.items():

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from small_model import SEQUENCE_LENGTH, build, load_recipe, small_model
 from torch import Tensor, nn
 
 from nemo_qad import runtime
-from nemo_qad.checkpoint.tensors import load_tensors, save_tensors
+from nemo_qad.checkpoint import sharded
+from nemo_qad.checkpoint.saver import CheckpointSaver
+from nemo_qad.checkpoint.steps import StepFolders
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.errors import UserError
 from nemo_qad.models.build import forward_logits
@@ -26,6 +30,7 @@ from nemo_qad.quantization.calibrate import quantize
 from nemo_qad.quantization.in_place import QuantizedWeights, quantize_in_place, student_weights
 from nemo_qad.quantization.student import effective_weight, is_quantised, quantizer_state, stored_linear
 from nemo_qad.schema import MambaConfig, MoeConfig, ParallelConfig, Precision, QadConfig, QuantizeWeights
+from nemo_qad.training.main_parameters import chained
 from nemo_qad.training.optimizer import qad_settings
 from nemo_qad.training.trainer import Trainer
 
@@ -347,22 +352,55 @@ def test_stopped_run_continues_to_the_same_bits(case: Case, tmp_path) -> None:  
     """From a checkpoint on disk, with either way to quantise and either optimizer."""
     straight = trained(case, PER_STEP)
     stopped = advance(start(case, PER_STEP), 4)
-    save_tensors(tmp_path / "step", stopped.trainer.state(), {})
-    tensors, _ = load_tensors(tmp_path / "step")
-    assert any(name.startswith("scale.") for name in tensors) == bool(case.refresh_every)
+    folder = saved(stopped, tmp_path)
+    assert any(key.startswith("quantizer.") for key in sharded.keys(folder))
     for how, distributed in ((PER_STEP, case.distributed), (PER_FORWARD, not case.distributed)):
         again = start(dataclasses.replace(case, distributed=distributed), how)
-        again.trainer.load_state(tensors, 4)
+        again.trainer.restore(functools.partial(sharded.load, folder), 4)
         advance(again, case.steps)
         assert again.losses == straight.losses[4:]
         check_equal(again.trainer.state(), straight.trainer.state())
 
 
-def test_checkpoint_without_refreshed_scales_is_refused() -> None:
-    case = Case("four_over_six", refresh_every=3)
-    state = {n: t for n, t in advance(start(case, PER_STEP), 1).trainer.state().items() if not n.startswith("scale.")}
-    with pytest.raises(UserError, match="lacks"):
-        start(case, PER_STEP).trainer.load_state(state, 1)
+def saved(run: Run, root: Path, leave_out: str = "nothing") -> Path:
+    """The checkpoint of a run's step, without the keys that begin with `leave_out`."""
+    folders = StepFolders(root / "checkpoints")
+    state = {name: item for name, item in run.trainer.saving().items() if not item.key.startswith(leave_out)}
+    CheckpointSaver(folders, print, asynchronous=False).save(run.trainer.step, state, {})
+    return folders.path(run.trainer.step)
+
+
+@pytest.mark.parametrize("refresh_every", [0, 3])
+def test_checkpoint_without_scales_is_refused(refresh_every: int, tmp_path: Path) -> None:
+    """F1, F3, F9: the missing quantizer is named, and PTQ's scales never stand in for it."""
+    case = Case("four_over_six", refresh_every=refresh_every)
+    folder = saved(advance(start(case, PER_STEP), 1), tmp_path, "quantizer.output_layer")
+    with pytest.raises(UserError, match=r"lacks quantizer\.output_layer.weight_quantizer\._amax"):
+        start(case, PER_STEP).trainer.restore(functools.partial(sharded.load, folder), 1)
+
+
+def test_checkpoint_with_zero_scales_is_refused(tmp_path: Path) -> None:
+    """F3: zeros where an amax should be would be NaN later."""
+    run = advance(start(Case("four_over_six"), PER_STEP), 1)
+    state = run.trainer.saving()
+    name = next(name for name in state if name.startswith("quantizer.output_layer.weight_quantizer._global_amax"))
+    state[name].data.zero_()
+    folders = StepFolders(tmp_path)
+    CheckpointSaver(folders, print, asynchronous=False).save(1, state, {})
+    with pytest.raises(UserError, match=r"output_layer.*zero"):
+        start(Case("four_over_six"), PER_STEP).trainer.restore(functools.partial(sharded.load, folders.path(1)), 1)
+
+
+def test_resumed_optimizer_shares_no_step_and_starts_from_what_was_saved(tmp_path: Path) -> None:
+    """A tensor `step` that parameters share is advanced once for each of them; a fresh one begins at 0."""
+    folder = saved(advance(start(Case("max"), PER_STEP), 3), tmp_path)
+    again = start(Case("max"), PER_STEP)
+    again.trainer.restore(functools.partial(sharded.load, folder), 3)
+    states = [s for o in chained(again.trainer._optimizer) for s in o.optimizer.state.values()]
+    assert len({s["step"].data_ptr() for s in states}) == len(states) > 8
+    assert all(float(s["step"]) == 3 for s in states)
+    advance(again, 4)
+    assert all(float(s["step"]) == 4 for s in states)
 
 
 def test_refreshed_scales_are_those_of_the_weights() -> None:

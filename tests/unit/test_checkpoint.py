@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nemo_qad import files as folders
-from nemo_qad.checkpoint.steps import load_newest, save_step
 from nemo_qad.checkpoint.tensors import TENSORS, load_tensors, save_tensors
 from nemo_qad.errors import UserError
 from nemo_qad.files import disk_errors, new_folder, read_json, require_space, write_json
@@ -68,20 +67,6 @@ def test_damaged_tensors_are_refused_by_name(tmp_path, damage):
         path.write_bytes(raw)
     with pytest.raises(UserError, match=TENSORS):
         load_tensors(tmp_path / "x")
-
-
-def test_newest_whole_checkpoint_wins_and_two_are_kept(tmp_path):
-    said: list[str] = []
-    assert load_newest(tmp_path, said.append) is None
-    for step in (5, 10, 15):
-        save_step(tmp_path, step, TENSOR, {"best": step})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000015"]
-    (tmp_path / "step-000015" / TENSORS).write_bytes(b"")
-    loaded = load_newest(tmp_path, said.append)
-    assert loaded is not None and loaded[1]["step"] == 10 and "step-000015" in said[0]
-    (tmp_path / "step-000010" / TENSORS).write_bytes(b"")
-    with pytest.raises(UserError, match="none of its 2 checkpoints"):
-        load_newest(tmp_path, said.append)
 
 
 def test_no_room_is_said_before_writing(tmp_path):

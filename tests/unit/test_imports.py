@@ -41,6 +41,9 @@ NUMERICS = (
 HEAVY = ("torch", "megatron", "modelopt", "transformers")
 WITHOUT_TORCH = (
     "files",
+    "resume",
+    "checkpoint.manifest",
+    "checkpoint.steps",
     "recipe_validation",
     "command_line",
     "config",
