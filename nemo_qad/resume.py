@@ -58,6 +58,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def is_free(name: str) -> bool:
+    """Whether a field may differ without being asked for."""
+    return _matches(name, FREE)
+
+
 def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     """Every field that differs and that a result may depend on, by dotted name."""
     old, new = (dict(leaves(to_plain(run))) for run in (before, now))

@@ -7,6 +7,8 @@ the few names that Megatron's metadata needs.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -62,7 +64,13 @@ def file_names(folder: Path) -> list[str]:
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> None:
-    write_json(folder / MANIFEST, {"format": FORMAT, "meta": meta, "files": dict(sorted(files.items()))})
+    content = {"format": FORMAT, "meta": meta, "files": dict(sorted(files.items()))}
+    write_json(folder / MANIFEST, {**content, "sha256": _digest(content)})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of the manifest itself, without its digest."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -80,6 +88,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a checkpoint of nemo_qad")
     if version > FORMAT:
         raise UserError(f"{path}: format {version} is newer than this program's {FORMAT}. Update nemo_qad")
+    if found.pop("sha256", None) != _digest(found):
+        raise UserError(f"{path}: changed since it was written")
     for name in found["files"]:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts:

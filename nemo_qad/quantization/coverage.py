@@ -192,7 +192,7 @@ def _scale_problem(module: nn.Module, name: str, quantizer: Any) -> str | None:
         if not torch.isfinite(quantizer.amax).all():
             return "block amax is NaN or infinite"
         if not bool(quantizer.amax.any()):
-            return "every block amax is zero"
+            return "zero"
         amax = quantizer.global_amax
     else:
         amax = getattr(quantizer, "_amax", None)

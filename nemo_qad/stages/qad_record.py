@@ -133,7 +133,8 @@ def _refuse_other_data(
     run: RunConfig, found: Found, record: Record, stream: Stream, changed: list[str]
 ) -> None:
     known = record.position.stream.digest
-    asked = [name for name in (*changed, *run.resume.allow) if name.split(".")[0] == "data"]
+    asked = [name for name in changed if not resume.is_free(name)] + run.resume.allow
+    asked = [name for name in asked if name.split(".")[0] == "data"]
     if stream.digest != known and not asked:
         raise UserError(
             f"data: the text has digest {stream.digest}, {found.folder} was trained on {known}. Bring the first text "

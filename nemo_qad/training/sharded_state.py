@@ -220,7 +220,8 @@ def _random_states(*, save: bool, same_ranks: bool = True) -> dict[str, Any]:
 
 
 def _set_random_states(loaded: dict[str, Any]) -> None:
-    states = {item.key.removeprefix("rng."): item.data for item in loaded.values()}
+    # Loading gives the tensors a row for the rank, which the next save would add to.
+    states = {item.key.removeprefix("rng."): item.data.reshape(-1) for item in loaded.values()}
     torch.set_rng_state(states.pop("torch"))
     tracker = get_cuda_rng_tracker()
     if states:
