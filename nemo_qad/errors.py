@@ -6,13 +6,10 @@ Every message names the field or file, the value found there, and the remedy. An
 
 from __future__ import annotations
 
-import signal
-
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_STOPPED = 75  # saved and stopped as SIGTERM or SIGUSR1 asked; the same command continues (sysexits: EX_TEMPFAIL)
 EXIT_INTERRUPTED = 130  # Ctrl-C
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the first lets a step be finished and saved
 NUM_NAMES_SHOWN = 5
 
 
@@ -58,13 +55,3 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, message: str = "", exit_status: int = EXIT_INTERRUPTED) -> None:
         super().__init__(message)
         self.exit_status = exit_status
-
-
-def stop_status(number: int) -> int:
-    """The exit status of a run that a signal stopped: a person's Ctrl-C, or a scheduler that wants it continued."""
-    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
-
-
-def stop_at_once(number: int, frame: object = None) -> None:
-    """A signal handler for work that has no step to finish."""
-    raise Stopped(f"stopped by {signal.Signals(number).name}", stop_status(number))

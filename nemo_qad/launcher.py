@@ -26,8 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, UserError, stop_at_once, stop_status
+from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, Stopped, UserError
 from nemo_qad.ranks import STORE, is_first_rank
+from nemo_qad.signals import STOP_SIGNALS, handled, stop_at_once, stop_status
 
 SAVE_SECONDS = 600.0  # after Ctrl-C, to finish a step and save
 LISTEN_SECONDS = 3.0  # after a failure, for the others to say what they saw
@@ -147,19 +148,12 @@ class _StopRequest:
 def _stop_request() -> Iterator[_StopRequest]:
     """Counts stop signals instead of dying of them; the handlers before come back afterwards."""
     request = _StopRequest()
-    previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.count, request.number = request.count + 1, signal.Signals(number)
 
-    with contextlib.suppress(ValueError):  # not the main thread: the signals are someone else's to handle
-        for number in STOP_SIGNALS:
-            previous[number] = signal.signal(number, handle)
-    try:
+    with handled(STOP_SIGNALS, handle):
         yield request
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _watch(ranks: list[_Rank], request: _StopRequest) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_qad.config import NOT_HASHED, to_plain
 from nemo_qad.described import leaves
+from nemo_qad.errors import show
 from nemo_qad.schema import RunConfig, Stage
 
 FREE = (
@@ -28,6 +29,11 @@ FREE = (
 ASKED = ("qad.*", "data.*", "seed", "evaluation.*")
 # The held-out KL before and after such a change are of different texts or settings: the best so far is forgotten.
 INCOMPARABLE = ("data.*", "qad.validation_samples", "qad.loss", "qad.sparse_values", "evaluation.sequence_length")
+# With other values of these the loss of the same samples is another number.
+OF_THE_LOSS = (
+    "qad.loss", "qad.reverse", "qad.temperature", "qad.sparse_values", "qad.global_batch_size", "qad.sequence_length",
+    "data.*",
+)  # fmt: skip
 # Stages that are made again when one of these has changed.
 REMADE = {
     Stage.logits: (
@@ -78,21 +84,16 @@ def refusal(found: Iterable[Change], allow: Iterable[str]) -> str | None:
     asked = [c for c in asked if not _matches(c.name, allowed)]
     if fixed:
         return (
-            f"belongs to another configuration ({_listed(fixed)}), which finished stages were made from. "
+            f"belongs to another configuration ({show(list(map(str, fixed)))}), which finished stages were made from. "
             "Choose another run_dir, or leave run_dir out to get a folder for this configuration"
         )
     if asked:
         names = ",".join(c.name for c in asked)
         return (
-            f"belongs to another configuration ({_listed(asked)}). Choose another run_dir, or give "
+            f"belongs to another configuration ({show(list(map(str, asked)))}). Choose another run_dir, or give "
             f"resume.allow=[{names}] to continue this run with it"
         )
     return None
-
-
-def _listed(found: list[Change]) -> str:
-    more = len(found) - 4
-    return "; ".join(map(str, found[:4])) + (f"; and {more} more" if more > 0 else "")
 
 
 def remade(found: Iterable[Change]) -> list[Stage]:
@@ -105,6 +106,11 @@ def remade(found: Iterable[Change]) -> list[Stage]:
 def breaks_comparison(found: Iterable[Change]) -> bool:
     """Whether held-out numbers from before the changes cannot be compared with those after."""
     return any(_matches(c.name, INCOMPARABLE) and not _matches(c.name, _NOT_REMADE) for c in found)
+
+
+def changes_loss(found: Iterable[Change]) -> bool:
+    """Whether the loss of the last step's samples cannot be compared with the one before the changes."""
+    return any(_matches(c.name, OF_THE_LOSS) for c in found)
 
 
 def listed(found: Iterable[Change]) -> list[dict[str, Any]]:

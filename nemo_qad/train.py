@@ -12,7 +12,7 @@ import pkgutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +21,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from nemo_qad import command_line, config, launcher, ranks
-from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, StoppedElsewhereError, UserError, stop_at_once
+from nemo_qad.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, StoppedElsewhereError, UserError
 from nemo_qad.files import read_json, write_json
 from nemo_qad.schema import RunConfig
+from nemo_qad.signals import handled, stop_at_once
 
 config.register()
 
@@ -112,7 +113,8 @@ def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
         num_ranks = ranks.local_ranks(run.parallel)
         if num_ranks:
             return launcher.run(PIPELINE, (run, overrides), num_ranks), None, 0
-        with _stoppable():
+        # A scheduler's signal ends the run as Ctrl-C does; where steps are made they are finished first.
+        with handled((signal.SIGTERM, signal.SIGUSR1), stop_at_once):
             return _pipeline()(run, overrides), None, 0
     except UserError as error:
         _complain(error)
@@ -123,20 +125,6 @@ def _attempt(run: RunConfig) -> tuple[dict[str, Any] | None, str | None, int]:
     except Exception as error:
         traceback.print_exc()
         return None, f"{type(error).__name__}: {error}", EXIT_FAILURE
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """A scheduler's SIGTERM or SIGUSR1 ends the run as Ctrl-C does; where steps are made they are finished first."""
-    previous: dict[signal.Signals, Any] = {}
-    with contextlib.suppress(ValueError):  # not the main thread: the signals are someone else's to handle
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            previous[number] = signal.signal(number, stop_at_once)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _pipeline() -> Callable[[RunConfig, Sequence[str]], dict[str, Any]]:

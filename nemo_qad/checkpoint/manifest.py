@@ -49,11 +49,6 @@ class _Restricted(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every file under `folder`, by its path relative to it: bytes and sha256. The manifest itself is left out."""
-    return {name: describe_file(folder / name) for name in file_names(folder)}
-
-
 def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
@@ -118,11 +113,3 @@ def _strange(path: Path) -> str | None:
     except Exception as error:
         return str(error) or type(error).__name__
     return None
-
-
-def check(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder whose files are all as written. Raises UserError naming the first that is not."""
-    found = read_manifest(folder)
-    for problem in problems(folder, found["files"], found["files"]):
-        raise UserError(problem)
-    return found

@@ -33,7 +33,7 @@ def newest_good(folders: StepFolders, say: Callable[[str], None], remedy: str) -
     Raises:
         UserError: there are checkpoints and none is whole. Training never starts anew behind one's back.
     """
-    steps = agreement.from_first(folders.steps() if agreement.is_first() else [])
+    steps = agreement.first_alone(folders.steps)
     trouble = ""
     for step in reversed(steps):
         folder = folders.path(step)

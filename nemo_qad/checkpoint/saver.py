@@ -23,8 +23,9 @@ from typing import Any
 from nemo_qad import agreement
 from nemo_qad.checkpoint.sharded import Plan, State, local_bytes, plan_save
 from nemo_qad.checkpoint.steps import StepFolders
-from nemo_qad.errors import STOP_SIGNALS, UserError
+from nemo_qad.errors import UserError
 from nemo_qad.files import require_space
+from nemo_qad.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 Written = tuple[dict[int, Any], dict[str, dict[str, Any]]]  # what Plan.write returns
@@ -68,7 +69,7 @@ class CheckpointSaver:
         if self.problem:
             self._tell(step)
             return
-        folder = self.folders.root / f".step-{step:06d}.tmp"
+        folder = self.folders.hidden(step)
         if extra is not None:
             extra(folder)
         self._pending = pending = _Pending(step, plan_save(state, folder), {**meta, "step": step})

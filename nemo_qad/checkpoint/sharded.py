@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_qad import agreement
 from nemo_qad.checkpoint import manifest
-from nemo_qad.errors import UserError
+from nemo_qad.errors import UserError, show
 from nemo_qad.files import flush
 
 State = dict[str, Any]  # key -> ShardedTensor or ShardedObject
@@ -120,13 +120,11 @@ def keys(folder: Path) -> set[str]:
 
 def require_keys(folder: Path, wanted: Iterable[str]) -> None:
     """Raises UserError naming what a checkpoint lacks; every rank asks for its own part, a collective call."""
-    held = agreement.from_first(keys(folder) if agreement.is_first() else None)
-    assert held is not None
+    held = agreement.first_alone(lambda: keys(folder))
     missing = sorted({name for names in agreement.of_all([k for k in wanted if k not in held]) for name in names})
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise UserError(
-            f"{folder} lacks {shown}: it belongs to another model, recipe or setting, or to an older version. "
+            f"{folder} lacks {show(missing)}: it belongs to another model, recipe or setting, or to an older version. "
             "Continue with what wrote it, or choose another run_dir"
         )
 

@@ -38,6 +38,10 @@ class StepFolders:
     def path(self, step: int) -> Path:
         return self.root / f"step-{step:06d}"
 
+    def hidden(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it gets its name."""
+        return self.root / f".{self.path(step).name}.tmp"
+
     def latest(self) -> int | None:
         """The step that ROOT/latest names, or None where there is none that can be read."""
         try:
@@ -55,9 +59,8 @@ class StepFolders:
         with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             self.clean()
-            folder = self.root / f".step-{step:06d}.tmp"
-            folder.mkdir()
-        return folder
+            self.hidden(step).mkdir()
+        return self.hidden(step)
 
     def clean(self) -> None:
         """Removes what killed saves have left. What stood aside for its successor comes back if that is gone."""
@@ -70,8 +73,8 @@ class StepFolders:
 
     def publish(self, step: int) -> Path:
         """Gives the hidden folder of `step`, whose files are flushed, its name, and moves ROOT/latest to it."""
-        target, folder = self.path(step), self.root / f".step-{step:06d}.tmp"
-        old = self.root / f".step-{step:06d}.old"
+        target, folder = self.path(step), self.hidden(step)
+        old = folder.with_suffix(".old")
         with disk_errors(self.root):
             flush(folder)
             if target.exists():  # damaged, or this step would not have been made again

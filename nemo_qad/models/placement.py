@@ -101,3 +101,8 @@ def union_of_names(names: list[str]) -> list[str]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, names)
     return sorted({name for each in gathered for name in each})
+
+
+def expert_biases(module: nn.Module) -> dict[str, Tensor]:
+    """By local name: the buffers of routers that balancing moves."""
+    return {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}

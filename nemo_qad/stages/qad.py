@@ -58,9 +58,7 @@ class Distillation:
         self.root = session.folder.path / "qad"
         self.folders = StepFolders(self.root / "checkpoints", self.config.keep_checkpoints)
         self.saver = CheckpointSaver(self.folders, session.say, asynchronous=self.config.async_save)
-        self.stream = agreement.first_alone(
-            lambda: Stream.of(session.data, self.config.sequence_length, session.run.seed)
-        )
+        self.stream = Stream.of(session.data, self.config.sequence_length, session.run.seed)
         self.start = Start()
         self.best, self.skipped = Best(), 0
         self.first_kl = self.last_kl = float("nan")  # of step 0 and of the last validation

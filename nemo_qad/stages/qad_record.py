@@ -19,11 +19,6 @@ RESTART = (
     "begins anew from the PTQ student"
 )
 
-# With other values of these the loss of the same samples is another number.
-SAME_LOSS = (
-    "qad.loss", "qad.reverse", "qad.temperature", "qad.sparse_values", "qad.global_batch_size", "qad.sequence_length",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Best:
@@ -110,11 +105,10 @@ def start_from(session: Session, found: Found, stream: Stream) -> Start:
             f"qad: goes on at sample {move.sample:,} of the new order, after sample {record.position.sample:,} of the "
             f"old one: of this epoch {move.repeated:,} tokens are read twice and {move.skipped:,} not at all"
         )
-    training = [c for c in changed if c.name in SAME_LOSS or c.name.startswith("data.")]
     return Start(
         move.sample,
         record,
-        same_samples=stream == record.position.stream and not training,
+        same_samples=stream == record.position.stream and not resume.changes_loss(changed),
         comparable=not resume.breaks_comparison(changed) and stream.digest == record.position.stream.digest,
     )
 

@@ -24,6 +24,7 @@ from nemo_qad.huggingface.load import load_weights, mark_dtypes
 from nemo_qad.huggingface.source import Dtypes, listing
 from nemo_qad.models.build import build_model, evaluating
 from nemo_qad.models.forward import Ranks, whole_hidden
+from nemo_qad.models.placement import expert_biases
 from nemo_qad.models.whole import gather, own_parts, parameter_cut
 from nemo_qad.quantization.sharded_scales import own_scales, whole_scales
 from nemo_qad.quantization.student import deployed_weights, quantizer_state, restore_quantizers
@@ -238,7 +239,7 @@ def student_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     Whole tensors by global names on the first rank, nothing on the others: a collective call.
     """
     weights = gather(module, dict(module.named_parameters()), parameter_cut(module))
-    biases = gather(module, _expert_biases(module), lambda name: None)
+    biases = gather(module, expert_biases(module), lambda name: None)
     scales = whole_scales(module, quantizer_state(module))
     tensors = {f"main.{name}": value for name, value in weights.items()}
     tensors |= {f"buffer.{name}": value for name, value in biases.items()}
@@ -260,13 +261,9 @@ def load_student_tensors(
         whole[kind][rest] = tensor
     for kind, own, cut in (
         ("main", dict(module.named_parameters()), parameter_cut(module)),
-        ("buffer", _expert_biases(module), lambda name: None),
+        ("buffer", expert_biases(module), lambda name: None),
     ):
         shapes = {name: tensor.shape for name, tensor in own.items()}
         for name, value in own_parts(module, shapes, whole[kind], cut).items():
             own[name].copy_(value)
     restore_quantizers(module, recipe, model, own_scales(module, whole["quantizer"]))
-
-
-def _expert_biases(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}

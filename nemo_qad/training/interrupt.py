@@ -10,10 +10,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from nemo_qad import agreement
-from nemo_qad.errors import EXIT_INTERRUPTED, STOP_SIGNALS, Stopped, stop_at_once, stop_status
+from nemo_qad.errors import EXIT_INTERRUPTED, Stopped
+from nemo_qad.signals import STOP_SIGNALS, handled, stop_at_once, stop_status
 
 
 class Interrupted(Stopped):
@@ -47,20 +47,11 @@ class StopRequest:
 def deferred_stop() -> Iterator[StopRequest]:
     """Inside, the first stop signal only sets `requested`; the second leaves at once, by `Stopped`."""
     request = StopRequest()
-    previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.number = number
-        for known in previous:
+        for known in STOP_SIGNALS:
             signal.signal(known, stop_at_once)
 
-    for number in STOP_SIGNALS:
-        try:
-            previous[number] = signal.signal(number, handle)
-        except ValueError:  # not the main thread: the signals are someone else's to handle
-            break
-    try:
+    with handled(STOP_SIGNALS, handle):
         yield request
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

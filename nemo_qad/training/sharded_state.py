@@ -21,32 +21,23 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from nemo_qad import agreement
-from nemo_qad.models.placement import is_expert
-from nemo_qad.training.main_parameters import MainParameters, MainPart, chained
-from nemo_qad.training.student_weights import StudentWeights
+from nemo_qad.models.placement import expert_biases, is_expert
+from nemo_qad.training.main_parameters import MainPart, chained
+from nemo_qad.training.trained import ADAM, Trained
 
-ADAM = ("exp_avg", "exp_avg_sq")
 Load = Callable[[dict[str, Any]], None]  # fills the sharded tensors of a dictionary; a collective call
 
 
 class ShardedState:
     """Of one trainer, on all ranks together."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        main: MainParameters,
-        optimizer: MegatronOptimizer,
-        average: dict[str, Tensor],
-        weights: StudentWeights | None,
-    ) -> None:
-        self._module, self._main, self._optimizer = module, main, optimizer
-        self._average, self._weights = average, weights
+    def __init__(self, trained: Trained) -> None:
+        self._module, self._main, self._optimizer = trained.module, trained.main, trained.optimizer
+        self._average, self._weights, self._adam = trained.average, trained.weights, trained.adam
 
     def to_save(self, truth: Callable[[str], Tensor]) -> dict[str, Any]:
         """What this rank writes, by keys that no other entry of it has; a collective call.
@@ -59,11 +50,11 @@ class ShardedState:
         with self._weights.as_modelopt_has_them() if self._weights else nullcontext():
             templates = self._module.sharded_state_dict()  # type: ignore[operator]
         state: dict[str, Any] = {}
-        adam = {id(p): s for o in chained(self._optimizer) for p, s in o.optimizer.state.items()}
+        adam = self._adam()
         for kind in self._kinds():
             for name, whole in self._owned(kind, truth, adam):
                 state |= _sharded(kind, templates[name], whole, owner=True)
-        for name, buffer in self._biases().items():
+        for name, buffer in expert_biases(self._module).items():
             state |= _sharded("", templates[name], buffer, owner=False)
         if self._weights:
             state |= self._weights.sharded_scales()
@@ -71,9 +62,7 @@ class ShardedState:
         return state | _random_states(save=True)
 
     @torch.no_grad()
-    def restore(
-        self, load: Load, updates: int, kept: dict[str, Tensor], *, same_ranks: bool, with_scales: bool
-    ) -> None:
+    def restore(self, load: Load, updates: int, kept: dict[str, Tensor], *, same_ranks: bool) -> None:
         """The inverse of `to_save`; parameters are left latent, their other parts not yet gathered. A collective call.
 
         Args:
@@ -81,7 +70,6 @@ class ShardedState:
             updates: how often Adam has stepped.
             kept: the truth about weights quantised in place in FP32, which is part of the state.
             same_ranks: as many ranks wrote the checkpoint, so each has a random state of its own there.
-            with_scales: the checkpoint's scales, not those of the PTQ student.
         """
         templates = self._module.sharded_state_dict()  # type: ignore[operator]
         owner = {
@@ -103,10 +91,10 @@ class ShardedState:
                     if name in kept:
                         kept[name].copy_(own)
         wanted: dict[str, Any] = {}
-        for name, buffer in self._biases().items():
+        for name, buffer in expert_biases(self._module).items():
             wanted |= _sharded("", templates[name], buffer, owner=True)
         load(wanted)
-        if self._weights and with_scales:
+        if self._weights:
             self._weights.load_scales(load)
         states = _random_states(save=False, same_ranks=same_ranks)
         load(states)
@@ -147,15 +135,11 @@ class ShardedState:
             flat = value.reshape(-1)[part.start : part.start + part.values.numel()]
             yield name, flat.view(part.values.shape)
 
-    def _biases(self) -> dict[str, Tensor]:
-        """Of routers, which are buffers that balancing moves."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if name.endswith("expert_bias")}
-
     def _for_modelopt(self, templates: dict[str, Any]) -> dict[str, Any]:
         """ModelOpt's own entries, by which its tools read the scales; on layouts where they are what it reads."""
         if not is_readable_by_modelopt(self._module):
             return {}
-        parameters, biases = dict(self._module.named_parameters()), self._biases()
+        parameters, biases = dict(self._module.named_parameters()), expert_biases(self._module)
         own = {name: item for name, item in templates.items() if name not in parameters and name not in biases}
         kinds = ShardedTensor | ShardedObject
         return {f"modelopt.{name}": item for name, item in own.items() if isinstance(item, kinds)}

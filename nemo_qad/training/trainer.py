@@ -30,6 +30,7 @@ from nemo_qad.training.main_parameters import MainParameters, wrapped
 from nemo_qad.training.optimizer import OptimizerSettings, build_optimizer
 from nemo_qad.training.sharded_state import Load, ShardedState
 from nemo_qad.training.student_weights import StudentWeights
+from nemo_qad.training.trained import Trained
 from nemo_qad.training.whole_state import WholeState
 
 Batch = dict[str, Tensor]
@@ -101,8 +102,8 @@ class Trainer:
         parts = self._main.parts
         self.average = {n: part.values.detach().clone() for n, part in parts.items()} if average_decay else {}
         self._weights = weights
-        self._whole = WholeState(module, self._main, self._optimizer, self.average, weights)
-        self._sharded = ShardedState(module, self._main, self._optimizer, self.average, weights)
+        trained = Trained(module, self._main, self._optimizer, self.average, weights)
+        self._whole, self._sharded = WholeState(trained), ShardedState(trained)
         self._in_place = weights is not None and weights.in_place
         self._is_latent = not self._in_place
         # The truth about weights quantised in place whose main values lie in the parameter: of this rank's part.
@@ -126,8 +127,8 @@ class Trainer:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._forward_backward(micro_batches, forward_only=False)
-        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
-        broken = [number for number, item in enumerate(sums) if not math.isfinite(float(item["sum"]))]
+        total, count = self._over_ranks(sums)
+        broken = [number for number, (value, _) in enumerate(sums) if not math.isfinite(value)]
         require_finite(self.module, self.step + 1, total, broken, self.loss.trouble)
         learning_rate = self._optimizer.param_groups[0]["lr"]
         for name, truth in self._kept.items():
@@ -148,11 +149,11 @@ class Trainer:
         """The loss of a step's samples under the weights as training has them, nothing being changed."""
         with torch.random.fork_rng(devices=[]):
             sums = self._forward_backward(micro_batches, forward_only=True)
-        total, count = self._over_ranks(*(sum(float(item[key]) for item in sums) for key in ("sum", "count")))
+        total, count = self._over_ranks(sums)
         return total / max(count, 1)
 
-    def _forward_backward(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> list[dict[str, Tensor]]:
-        """Through Megatron's schedule: {"sum", "count"} of each micro-batch; nothing before the last stage."""
+    def _forward_backward(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> list[tuple[float, float]]:
+        """Through Megatron's schedule: (sum, count) of each micro-batch; nothing before the last stage."""
         num_rows, length = micro_batches[0]["tokens"].shape
         local = [self._local(batch) for batch in micro_batches]
         with self.loss.paired(self.module):
@@ -165,23 +166,24 @@ class Trainer:
                 micro_batch_size=num_rows * self.loss.num_models,
                 forward_only=forward_only,
             )
-        return sums
+        return [(float(item["sum"]), float(item["count"])) for item in sums]
 
     def _local(self, batch: Batch) -> Batch:
         """The rank's part of the sequence, on its device."""
         device = next(self.module.parameters()).device
         return {name: local_part(self.module, value.to(device)) for name, value in batch.items()}
 
-    def _over_ranks(self, total: float, count: float) -> tuple[float, float]:
-        """Sums over the ranks that saw other tokens; of a pipeline only the last stage has seen any."""
+    def _over_ranks(self, sums: list[tuple[float, float]]) -> tuple[float, float]:
+        """(sum, count) over micro-batches and ranks that saw other tokens; of a pipeline only the last stage did."""
+        total, count = sum(value for value, _ in sums), sum(number for _, number in sums)
         groups = self._ranks.groups
         members = [group for group in (groups.dp_cp, groups.pp) if group.size() > 1]
         if not members:
             return total, count
-        sums = torch.tensor([total, count], dtype=torch.float64, device=next(self.module.parameters()).device)
+        both = torch.tensor([total, count], dtype=torch.float64, device=next(self.module.parameters()).device)
         for group in members:
-            dist.all_reduce(sums, group=group)
-        return float(sums[0]), float(sums[1])
+            dist.all_reduce(both, group=group)
+        return float(both[0]), float(both[1])
 
     def _forward_step(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Callable]:
         if not self._ranks.is_last_stage:
@@ -297,22 +299,17 @@ class Trainer:
         return self._sharded.to_save(self._truth)
 
     @torch.no_grad()
-    def restore(
-        self, load: Load, step: int, updates: int | None = None, *, same_ranks: bool = True, with_scales: bool = True
-    ) -> None:
+    def restore(self, load: Load, step: int, updates: int | None = None, *, same_ranks: bool = True) -> None:
         """The inverse of `saving`, for a fresh trainer of the same settings in any layout; a collective call.
 
         Args:
             load: fills sharded tensors from the checkpoint (`checkpoint.sharded.load`).
             updates: how often the optimizer had stepped; default: each step.
             same_ranks: as many ranks wrote it.
-            with_scales: take the checkpoint's quantizer scales too.
         """
         self.updates = step if updates is None else updates
         with self.latent():
-            self._sharded.restore(
-                load, self.updates, self._kept, same_ranks=same_ranks, with_scales=with_scales
-            )
+            self._sharded.restore(load, self.updates, self._kept, same_ranks=same_ranks)
             self._main.gather()
         self._scheduler.step(increment=step)
         self.step = step

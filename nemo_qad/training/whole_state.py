@@ -9,30 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from nemo_qad.models.placement import is_expert
+from nemo_qad.models.placement import expert_biases, is_expert
 from nemo_qad.models.whole import assembled, gather, parameter_cut
-from nemo_qad.training.main_parameters import MainParameters, MainPart, chained
-from nemo_qad.training.student_weights import StudentWeights
-
-ADAM = ("exp_avg", "exp_avg_sq")
+from nemo_qad.training.main_parameters import MainPart
+from nemo_qad.training.trained import ADAM, Trained
 
 
 class WholeState:
     """Of one trainer, on all ranks together. Checkpoints hold the same in pieces (`sharded_state.py`)."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        main: MainParameters,
-        optimizer: MegatronOptimizer,
-        average: dict[str, Tensor],
-        weights: StudentWeights | None,
-    ) -> None:
-        self._module, self._main, self._optimizer = module, main, optimizer
-        self._average, self._weights = average, weights
+    def __init__(self, trained: Trained) -> None:
+        self._module, self._main = trained.module, trained.main
+        self._average, self._weights, self._adam = trained.average, trained.weights, trained.adam
 
     def collect(self, truth: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The state on the first rank, nothing on the others; a collective call.
@@ -40,14 +30,13 @@ class WholeState:
         Args:
             truth: this rank's main values of a parameter of which it has a part.
         """
-        adam = {id(p): s for o in chained(self._optimizer) for p, s in o.optimizer.state.items()}
+        adam = self._adam()
         tensors = self._gathered("main", lambda name, part: truth(name))
         for key in ADAM:
             tensors |= self._gathered(key, lambda name, part, key=key: adam[id(part.values)][key])  # type: ignore[misc]
         if self._average:
             tensors |= self._gathered("average", lambda name, part: self._average[name])
-        biases = {n: b for n, b in self._module.named_buffers() if n.endswith("expert_bias")}
-        tensors |= _named("buffer", gather(self._module, biases, lambda name: None))
+        tensors |= _named("buffer", gather(self._module, expert_biases(self._module), lambda name: None))
         if self._weights and self._weights.scales():
             scales = self._weights.scales()
             tensors |= _named("scale", gather(self._module, scales, self._weights.scale_cut()))

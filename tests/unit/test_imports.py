@@ -61,6 +61,7 @@ WITHOUT_TORCH = (
     "huggingface.verify",
     "choices",
     "launcher",
+    "signals",
     "machine",
     "ranks",
     "schema",
