@@ -71,6 +71,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
+        bring_back(target)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
@@ -87,6 +88,20 @@ def new_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def bring_back(target: Path) -> None:
+    """Gives a folder that stepped aside its name again, where a kill came before its successor had it.
+
+    For the only process that writes `target`; removes what it had begun when it was killed.
+    """
+    for rest in target.parent.glob(f".{target.name}.*.tmp"):
+        shutil.rmtree(rest, ignore_errors=True)
+    for old in sorted(target.parent.glob(f".{target.name}.*.old")):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, target)
 
 
 def replace_text(path: Path, text: str) -> None:

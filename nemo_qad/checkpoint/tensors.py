@@ -25,8 +25,8 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any])
         write_json(temporary / META, {**meta, "sha256": sha256(temporary / TENSORS)})
 
 
-def load_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads what `save_tensors` wrote.
+def check_tensors(folder: Path) -> dict[str, Any]:
+    """The meta of what `save_tensors` wrote.
 
     Raises:
         UserError: a file is missing, truncated or changed since it was written.
@@ -34,11 +34,17 @@ def load_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name in (TENSORS, META):
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: missing. Delete {folder} and run again")
-    meta = read_json(folder / META)
+    meta: dict[str, Any] = read_json(folder / META)
     if sha256(folder / TENSORS) != meta["sha256"]:
         raise UserError(
             f"{folder / TENSORS}: changed or truncated since it was written. Delete {folder} and run again"
         )
+    return meta
+
+
+def load_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads what `save_tensors` wrote; raises as `check_tensors`."""
+    meta = check_tensors(folder)
     try:
         return load_file(folder / TENSORS), meta
     except SafetensorError as error:

@@ -121,23 +121,32 @@ def next_command(results: Results) -> tuple[str, str]:
     The command repeats the overrides that environment.json recorded, because a run folder refuses another
     configuration; without a record it gives the recipe alone.
     """
-    recorded = results.environment.get("overrides")
-    overrides = (
-        [str(item) for item in recorded]
-        if isinstance(recorded, list)
-        else [f"+recipe={results.recipe if results.recipe != DASH else 'NAME'}"]
-    )
-    overrides = [item for item in overrides if item.lstrip("+").split("=")[0] not in ("run_dir", "stages")]
+    overrides = _overrides(results)
     missing = missing_stages(results)
     if missing:
         what = f"Get what is missing ({', '.join(missing)}); finished stages are not run again"
-        return what, _command([*overrides, f"run_dir={results.run_dir}"])
+        return what, command_of(results)
     rate, fall = as_number(results.setting("qad.learning_rate")), results.kl_fall
     if rate and fall is not None and fall <= 0:
         gentler = [item for item in overrides if not item.startswith("qad.learning_rate=")]
         return "Distil with a lower learning rate", _command([*gentler, f"qad.learning_rate={rate / 3:.1e}"])
     same = [item for item in overrides if not item.lstrip("+").startswith("recipe=")]
     return "Compare the recipes", _command(["-m", "+recipe=max,mse,four_over_six", *same])
+
+
+def _overrides(results: Results) -> list[str]:
+    recorded = results.environment.get("overrides")
+    overrides = (
+        [str(item) for item in recorded]
+        if isinstance(recorded, list)
+        else [f"+recipe={results.recipe if results.recipe != DASH else 'NAME'}"]
+    )
+    return [item for item in overrides if item.lstrip("+").split("=")[0] not in ("run_dir", "stages")]
+
+
+def command_of(results: Results) -> str:
+    """The command that takes this run to its end."""
+    return _command([*_overrides(results), f"run_dir={results.run_dir}"])
 
 
 def _command(arguments: list[str]) -> str:

@@ -15,7 +15,8 @@ from nemo_qad.errors import UserError
 from nemo_qad.huggingface.architectures import check_config, is_tied
 from nemo_qad.huggingface.names import Content, carried, held_tensors, mappings
 from nemo_qad.huggingface.slices import read_own
-from nemo_qad.huggingface.source import Dtypes, SafetensorsFolder, listing, widest
+from nemo_qad.huggingface.source import Dtypes, SafetensorsFolder, widest
+from nemo_qad.huggingface.weight_files import listing
 from nemo_qad.models.shipped import set_shipped_dtype
 from nemo_qad.schema import ModelConfig
 

@@ -21,20 +21,12 @@ from nemo_qad.files import write_json
 from nemo_qad.ranks import is_first_rank
 from nemo_qad.runtime import identity, process_groups
 from nemo_qad.schema import RunConfig, Stage
+from nemo_qad.stage_order import OPTIONAL, applies, made, needed
 from nemo_qad.stages import evaluate, export, logits, ptq, qad, teacher
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.stages.session import Session
 from nemo_qad.validation import reads_teacher
 
-# A stage is made anew when what it was made from has changed.
-NEEDS: dict[Stage, list[Stage]] = {
-    Stage.ptq: [],
-    Stage.logits: [],
-    Stage.qad: [Stage.ptq, Stage.logits],
-    Stage.evaluate: [Stage.ptq, Stage.qad],
-    Stage.export: [Stage.ptq, Stage.qad],
-}
-OPTIONAL = {Stage.qad}  # without QAD, evaluate and export take the PTQ student
 PACKAGES = ("torch", "megatron-core", "nvidia-modelopt", "hydra-core", "omegaconf", "transformers",
             "tokenizers", "safetensors", "numpy")  # fmt: skip
 
@@ -71,7 +63,7 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
             session = Session(run, folder, say)
             _run_teacher(session)
             for stage in RUNNERS:
-                if stage in run.stages and _applies(stage, run):
+                if stage in run.stages and applies(stage, run):
                     _run_stage(session, stage)
         if not first:
             return {}
@@ -82,10 +74,6 @@ def run(run: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         return read_results(folder.path).summary()
     finally:
         folder.close()
-
-
-def _applies(stage: Stage, run: RunConfig) -> bool:
-    return stage is not Stage.logits or run.qad.loss.is_sparse
 
 
 def _refuse_unsupported(run: RunConfig) -> None:
@@ -134,7 +122,7 @@ def _run_teacher(session: Session) -> None:
 def _run_stage(session: Session, stage: Stage) -> None:
     folder = session.folder
     inputs = {}
-    for need in (need for need in NEEDS[stage] if _applies(need, session.run)):
+    for need in needed(stage, session.run):
         result = folder.result(need)
         if result is None and need not in OPTIONAL:
             raise UserError(
@@ -142,7 +130,7 @@ def _run_stage(session: Session, stage: Stage) -> None:
                 f"Add it: stages=[{need.value},{stage.value}]"
             )
         folder.check_files(need)
-        inputs[need.value] = _made(result or {})
+        inputs[need.value] = made(result)
     known = folder.result(stage)
     if known is not None and known["inputs"] == inputs:
         folder.check_files(stage)
@@ -152,11 +140,6 @@ def _run_stage(session: Session, stage: Stage) -> None:
         session.say(f"{stage.value}: made from other weights than those now in {folder.path}; runs again")
     result, files = RUNNERS[stage](session)
     folder.finish(stage, result, inputs, files)
-
-
-def _made(result: dict[str, Any]) -> Any:
-    """What tells a stage's product from another: digests of its files here, or of what it made elsewhere."""
-    return result.get("files") or result.get("digest")
 
 
 def _report(folder: RunFolder) -> None:

@@ -16,13 +16,14 @@ from nemo_qad.checkpoint import sharded
 from nemo_qad.checkpoint.newest import newest_good
 from nemo_qad.checkpoint.saver import CheckpointSaver
 from nemo_qad.checkpoint.steps import StepFolders
-from nemo_qad.checkpoint.tensors import META, TENSORS, load_tensors, save_tensors
+from nemo_qad.checkpoint.tensors import META, TENSORS, check_tensors, load_tensors, save_tensors
 from nemo_qad.config import config_hash, to_plain
 from nemo_qad.data.position import Position, Stream
 from nemo_qad.distillation.step import distillation_loss
 from nemo_qad.distillation.teacher_file import TeacherFile
 from nemo_qad.errors import UserError
 from nemo_qad.evaluation.console import progress
+from nemo_qad.files import bring_back
 from nemo_qad.models.forward import Ranks
 from nemo_qad.quantization import modelopt
 from nemo_qad.quantization.in_place import student_weights
@@ -86,7 +87,7 @@ class Distillation:
         self._continue()
         log = MetricsLog(self.session.folder.path, "qad", start_step=self.trainer.step)
         try:
-            if self.start.record is None or not self.start.comparable:
+            if self.start.record is None or self.best.step < 0:  # nothing to compare with yet
                 self._validate(log)
             if self.start.record is None:
                 self.first_kl = self.last_kl
@@ -114,7 +115,7 @@ class Distillation:
         assert record is not None
         self.skipped, self.first_kl, self.last_kl = record.skipped, record.first_kl, record.last_kl
         if self.start.comparable:
-            self.best = record.best
+            self.best = agreement.first_alone(lambda: self._best_of(record))
         else:
             self.first_kl, _ = self._measure()  # of the PTQ student, on the terms that hold from here on
         self.trainer.restore(
@@ -127,6 +128,18 @@ class Distillation:
             again = self._batches(self.start.sample - self.config.global_batch_size, self.start.sample)
             require_no_jump(self.trainer.measure(list(again)), record.loss, self.config.max_loss_jump, record.step)
         self.session.say(f"qad: continues after step {record.step}, from {found.folder}")
+
+    def _best_of(self, record: Record) -> Best:
+        """The best so far, if its weights are there; without them the next validation begins a new one."""
+        if record.best.step < 0:
+            return record.best
+        try:
+            bring_back(self.root / "best")
+            check_tensors(self.root / "best")
+        except UserError as error:
+            self.session.say(f"Warning: {str(error).partition('. Delete')[0]}. The best weights so far are lost")
+            return Best()
+        return record.best
 
     def _batches(self, start: int, stop: int) -> Iterator[Batch]:
         """This rank's micro-batches of the samples `start` to `stop` - 1."""

@@ -29,7 +29,8 @@ from nemo_qad.evaluation.console import progress, say
 from nemo_qad.files import read_json, require_space, write_json
 from nemo_qad.huggingface.architectures import read_config
 from nemo_qad.huggingface.save import save_bf16
-from nemo_qad.huggingface.source import dtypes_of, weight_files, weights_digest
+from nemo_qad.huggingface.source import dtypes_of
+from nemo_qad.huggingface.weight_files import weight_files, weights_digest
 from nemo_qad.schema import ParallelConfig, RunConfig, Stage
 from nemo_qad.stages.folder import RunFolder
 from nemo_qad.stages.session import Session, cache_lock, peak_gib

@@ -18,7 +18,7 @@ from nemo_qad.huggingface.architectures import hf_config
 from nemo_qad.huggingface.load import load_weights
 from nemo_qad.huggingface.names import linear_names, mappings, num_parameters, shapes, to_hf, to_mcore
 from nemo_qad.huggingface.save import save_bf16, write_folder
-from nemo_qad.huggingface.source import weights_digest
+from nemo_qad.huggingface.weight_files import weights_digest
 from nemo_qad.models.build import build_model
 from nemo_qad.schema import AttentionConfig, MambaConfig, ModelConfig, MoeConfig, ParallelConfig, Precision
 

@@ -42,6 +42,10 @@ HEAVY = ("torch", "megatron", "modelopt", "transformers")
 WITHOUT_TORCH = (
     "files",
     "resume",
+    "run_state",
+    "next_start",
+    "stage_order",
+    "huggingface.weight_files",
     "checkpoint.manifest",
     "checkpoint.steps",
     "recipe_validation",
