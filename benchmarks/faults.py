@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -42,10 +43,10 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "before the save": (StepFolders, "new", "before"),
     "folder made": (StepFolders, "new", "after"),
     "planned": (saver, "plan_save", "after"),
-    "before the data": (sharded.Plan, "write", "before"),
+    "before the data": (sharded, "write", "before"),
     "during the data": (manifest, "describe_file", "before"),
-    "after the data": (sharded.Plan, "write", "after"),
-    "before the metadata": (sharded.Plan, "finish", "before"),
+    "after the data": (sharded, "write", "after"),
+    "before the metadata": (sharded, "finish", "before"),
     "before the manifest": (manifest, "write_manifest", "before"),
     "before the name": (StepFolders, "publish", "before"),
     "before the pointer": (steps, "replace_text", "before"),
@@ -111,6 +112,7 @@ def killing(point: str) -> None:
     owner, name, when = POINTS[point]
     original, main = getattr(owner, name), os.getpid()
 
+    @functools.wraps(original)  # so that it can be sent to the writing process by its name
     def wrapped(*arguments: Any, **named: Any) -> Any:
         if when == "before":
             _end(main)
@@ -132,12 +134,14 @@ def life(root: Path, asynchronous: bool, point: str | None, steps_: tuple[int, .
 
     def work() -> int:
         said: list[str] = []
-        saving = CheckpointSaver(StepFolders(root, keep=2), said.append, asynchronous=asynchronous)
+        before = CheckpointSaver(StepFolders(root, keep=2), said.append, asynchronous=asynchronous)
         for step in steps_[:-1]:
-            saving.save(step, state(step), {"step": step})
-            saving.wait()
+            before.save(step, state(step), {"step": step})
+            before.wait()
+        before.close()
         if point is not None and agreement.is_first():
             killing(point)
+        saving = CheckpointSaver(StepFolders(root, keep=2), said.append, asynchronous=asynchronous)
         saving.save(steps_[-1], state(steps_[-1]), {"step": steps_[-1]})
         saving.wait()
         return 3 if saving.problem else 0
@@ -256,44 +260,48 @@ def judged_elsewhere(root: Path, expected: set[int], num_ranks: int) -> dict[str
         return verdict
 
 
-def stall(megabytes: int = 1024, rounds: int = 3) -> dict[str, float]:
-    """Seconds that training waits for a save, both ways in one process, medians.
+def stall(megabytes: int = 1024, rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds that training waits for each save, both ways in one process, in turn, as a run does it.
 
-    To what the saver takes is added what a change of all tensors takes longer while their old pages are in use.
+    To what the saver takes, at each step until the checkpoint has its name, is added what a change of all tensors takes
+    longer than it does undisturbed.
     """
     result = Path(tempfile.mkdtemp()) / "stall.json"
 
     def work() -> int:
-        found: dict[str, list[float]] = {"sync": [], "async": []}
-        value = torch.randn(megabytes * 2**20 // 4 // 1024, 1024)
-
-        def change() -> float:
-            started = time.perf_counter()
-            value.add_(1.0)
-            return time.perf_counter() - started
-
-        undisturbed = statistics.median(change() for _ in range(5))
-        for _ in range(rounds):
-            for kind, seconds in found.items():
-                with folder() as root:
-                    saving = CheckpointSaver(StepFolders(root), print, asynchronous=kind == "async")
-                    item = ShardedTensor.from_rank_offsets("w", value)
-                    started = time.perf_counter()
-                    saving.save(1, {"w": item}, {})
-                    waited = time.perf_counter() - started
-                    waited += max(0.0, change() - undisturbed)
+        with folder() as root:
+            ways = {"sync": False, "async": True}
+            savers = {
+                kind: CheckpointSaver(StepFolders(root.with_name(kind), 1), print, asynchronous=way)
+                for kind, way in ways.items()
+            }
+            value = torch.randn(megabytes * 2**20 // 4 // 1024, 1024)
+            item = {"w": ShardedTensor.from_rank_offsets("w", value)}
+            for saving in savers.values():
+                saving.reserve(lambda: item)
+            time.sleep(megabytes / 256)
+            undisturbed = statistics.median(seconds(lambda: value.add_(1.0)) for _ in range(5))
+            found: dict[str, list[float]] = {kind: [] for kind in ways}
+            for step in range(1, rounds + 1):
+                for kind, saving in savers.items():
+                    waited = seconds(lambda: saving.save(step, item, {}))  # noqa: B023 (called at once)
+                    waited += max(0.0, seconds(lambda: value.add_(1.0)) - undisturbed)
                     while saving._pending is not None:
-                        time.sleep(0.02)
-                        started = time.perf_counter()
-                        saving.poll()
-                        waited += time.perf_counter() - started
-                    seconds.append(waited)
-        result.write_text(json.dumps({kind: statistics.median(seconds) for kind, seconds in found.items()}))
+                        time.sleep(0.1)  # a step
+                        waited += seconds(saving.poll)
+                    found[kind].append(waited)
+            result.write_text(json.dumps(found))
         return 0
 
     in_ranks(work, 1)
-    measured: dict[str, float] = json.loads(result.read_text())
+    measured: dict[str, list[float]] = json.loads(result.read_text())
     return measured
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -320,18 +328,11 @@ def main() -> None:
     if given.no_stall:
         print(json.dumps(counts))
         return
-    seconds = stall()
-    print(f"a save of 1 GiB holds training up for {seconds['sync']:.3f} s, beside it for {seconds['async']:.3f} s")
-    print(
-        json.dumps(
-            {
-                **counts,
-                "async_stall_ratio": round(seconds["async"] / seconds["sync"], 4),
-                "sync_seconds": round(seconds["sync"], 4),
-                "async_seconds": round(seconds["async"], 4),
-            }
-        )
-    )
+    waited = stall()
+    sync, beside = (statistics.median(waited[kind]) for kind in ("sync", "async"))
+    print(f"a save of 1 GiB holds training up for {sync:.3f} s, beside it for {beside:.3f} s (medians of 5 in turn)")
+    result = {"async_stall_ratio": beside / sync, "sync_seconds": sync, "async_seconds": beside}
+    print(json.dumps({**counts, **{name: round(value, 4) for name, value in result.items()}, "stalls": waited}))
 
 
 if __name__ == "__main__":

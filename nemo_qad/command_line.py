@@ -242,4 +242,5 @@ options:
   --config-dir DIR    a folder of your own with recipe/NAME.yaml, model/NAME.yaml and so on
   --hydra-help        the other options, which are Hydra's
 
-exit status: 0 done, 1 a run failed, 2 the configuration is wrong, 130 interrupted"""
+exit status: 0 done, 1 a run failed, 2 the configuration is wrong,
+75 saved and stopped by SIGTERM or SIGUSR1 (the same command continues), 130 the same by Ctrl-C"""

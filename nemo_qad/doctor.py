@@ -125,8 +125,8 @@ def _run_table(state: RunState) -> Table:
     for step, part in state.checkpoints.items():
         _add(table, part, ", newest whole" if step == state.newest_whole else "")
     if state.best:
-        step = state.best.found.get("step")
-        _add(table, state.best, "" if step is None else f", of step {step}")
+        of = state.best.found.get("step")
+        _add(table, state.best, "" if of is None else f", of step {of}")
     return table
 
 

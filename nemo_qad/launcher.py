@@ -201,7 +201,8 @@ def _judge(ranks: list[_Rank], request: _StopRequest) -> Any:
     stopped = request.count or any(outcome.kind == "interrupted" for outcome in outcomes.values())
     if stopped and not causes:
         _name_unsaved(ranks, outcomes)
-        raise Stopped(exit_status=_stop_status(list(outcomes.values()), request))
+        told = [outcome.text for _, outcome in by_time if outcome.kind == "interrupted"]
+        raise Stopped(told[0] if told else "", _stop_status(list(outcomes.values()), request))
     if defects:
         number, outcome = (causes or defects)[0]
         head = f"rank {number} of {len(ranks)}: {outcome.text}"
@@ -260,7 +261,8 @@ def _outcome(folder: Path) -> Outcome:
     except UserError as error:
         return Outcome("user", time.time(), text=str(error), status=error.exit_status)
     except KeyboardInterrupt as stop:
-        return Outcome("interrupted", time.time(), status=getattr(stop, "exit_status", EXIT_INTERRUPTED))
+        status = getattr(stop, "exit_status", EXIT_INTERRUPTED)
+        return Outcome("interrupted", time.time(), text=str(stop), status=status)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
         report = traceback.format_exc()

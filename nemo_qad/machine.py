@@ -102,6 +102,27 @@ def look(folder: Path) -> Machine:
     )
 
 
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this machine's processes may still take: what Linux has, or less where a control group allows less."""
+    known = re.search(r"^MemAvailable: +(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    assert known is not None, "Linux since 3.14 says it"
+    free = [int(known[1]) * 1024]
+    try:
+        group = (root / "proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
+    except OSError:
+        return free[0]
+    place = root / "sys/fs/cgroup" / group
+    for folder in (place, *place.parents):  # a limit of a job or of its node holds too
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+            cache = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            free.append(int(limit) - int(used) + (int(cache[1]) if cache else 0))
+    return max(0, min(free))
+
+
 def findings(machine: Machine) -> list[Finding]:
     """What does not work on the machine first, then what its user should know."""
     found = [Finding(True, problem) for problem in machine.problems]

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         place = _place()
         if place is None or place.rank == 0:
-            print(_interrupted(command), file=sys.stderr)
+            print(_interrupted(command, str(stop)), file=sys.stderr)
         return getattr(stop, "exit_status", EXIT_INTERRUPTED)
 
 
@@ -165,13 +165,15 @@ def _sweep_status(command: command_line.Command) -> int:
     return 0
 
 
-def _interrupted(command: command_line.Command | None) -> str:
+def _interrupted(command: command_line.Command | None, how: str) -> str:
+    """The last line. how: what was stopped where, if that is known."""
     if command is None or not (command.runs or command.multirun):
         return "interrupted before anything was started"
     if command.multirun:
         return "interrupted: finished jobs and stages are kept; the same command continues with the rest"
     folder = config.run_folder(command.runs[0])
-    return f"interrupted: finished stages and saved steps are kept in {folder}; the same command continues"
+    at = f", {how}" if how else ""
+    return f"interrupted{at}: finished stages and saved steps are kept in {folder}; the same command continues"
 
 
 if __name__ == "__main__":

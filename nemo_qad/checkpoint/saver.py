@@ -1,55 +1,50 @@
-"""Saves checkpoints beside training: planned together, written by a forked process of each rank, finished together.
+"""Saves checkpoints beside training: planned together, written by a process of each rank, finished by the first one's.
 
-A fork has the tensors as they were at that moment, without a copy: the kernel copies a page when training changes it.
 The checkpoint gets its name, and `latest` moves, only after every rank's files are on disk. A save that fails leaves
 the ones before it alone; training goes on and says so, and only who needs the save (a stop) takes that for an error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
+import platform
 import shutil
-import signal
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from nemo_qad import agreement
-from nemo_qad.checkpoint.sharded import Plan, State, local_bytes, plan_save
+from nemo_qad.checkpoint import sharded
+from nemo_qad.checkpoint.sharded import Plan, State, Written, local_bytes, plan_save
 from nemo_qad.checkpoint.steps import StepFolders
+from nemo_qad.checkpoint.writer import Writer
 from nemo_qad.errors import UserError
 from nemo_qad.files import require_space
-from nemo_qad.signals import STOP_SIGNALS
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-Written = tuple[dict[int, Any], dict[str, dict[str, Any]]]  # what Plan.write returns
+from nemo_qad.machine import free_memory
 
 
 @dataclass
 class _Pending:
+    """A save on its way. is_written: every rank's files are on disk, and the first rank finishes."""
+
     step: int
     plan: Plan
     meta: dict[str, Any]
-    process: int = 0
-    reader: Connection | None = None
-    outcome: Written | str | None = None  # a text says what went wrong
+    beside: bool
+    is_written: bool = False
 
 
 class CheckpointSaver:
     """Of one run, on all its ranks. Every method is a collective call.
 
     Args:
-        asynchronous: write in a forked process while training goes on.
+        asynchronous: write in a process of its own while training goes on. That is forked here, so this comes before
+            what takes memory.
     """
 
     def __init__(self, folders: StepFolders, say: Callable[[str], None], *, asynchronous: bool) -> None:
-        self.folders, self._say, self._asynchronous = folders, say, asynchronous
+        self.folders, self._say = folders, say
+        self._writer = Writer() if asynchronous else None
         self._pending: _Pending | None = None
         self.problem: str | None = None  # why the newest save failed
 
@@ -72,26 +67,50 @@ class CheckpointSaver:
         folder = self.folders.hidden(step)
         if extra is not None:
             extra(folder)
-        self._pending = pending = _Pending(step, plan_save(state, folder), {**meta, "step": step})
-        if self._asynchronous:
-            pending.plan.stage()
-            self._fork(pending)
+        plan = plan_save(state, folder)
+        self._pending = _Pending(step, plan, {**meta, "step": step}, beside=self._fits_beside(state))
+        if self._pending.beside:
+            assert self._writer is not None
+            self._writer.start(sharded.write, plan.job())
+        else:
+            self._finish(_attempt(plan))
+
+    def reserve(self, state: Callable[[], State]) -> None:
+        """Once, when there is a state as large as those to come: has memory for its copy made ready meanwhile."""
+        if self._writer is None or self._writer.num_bytes:
             return
-        pending.outcome = _attempt(pending.plan)
-        self._finish()
+        found = state()
+        if self._fits_beside(found):
+            self._writer.reserve(local_bytes(found))
+
+    def _fits_beside(self, state: State) -> bool:
+        """Whether every rank has a writer, and memory for a copy of what it writes."""
+        if self._writer is None:
+            return False
+        host = platform.node()
+        needs = agreement.of_all((host, local_bytes(state) - self._writer.num_bytes))
+        obstacle = _shortage(sum(need for place, need in needs if place == host))
+        if not self._writer.is_alive:
+            obstacle = f"{host}: the process that writes was ended"
+        obstacles = [text for text in agreement.of_all(obstacle) if text]
+        if obstacles and agreement.is_first():
+            self._say(f"Warning: {obstacles[0]}, so this checkpoint is saved while training waits (qad.async_save)")
+        return not obstacles
 
     def poll(self) -> None:
-        """Finishes a save that every rank has written."""
-        if self._pending is None:
+        """Takes a save on its way one stage further, if every rank has got so far."""
+        pending, writer = self._pending, self._writer
+        if pending is None or writer is None:
             return
-        reader = self._pending.reader
-        if not agreement.any_rank(reader is not None and not reader.poll()):
-            self._finish()
+        waits = not pending.is_written or agreement.is_first()
+        if agreement.any_rank(waits and not writer.is_done()):
+            return
+        self._further()
 
     def wait(self) -> None:
         """Returns when nothing is being saved."""
-        if self._pending is not None:
-            self._finish()
+        while self._pending is not None:
+            self._further()
 
     def require_saved(self) -> None:
         """Waits, and raises UserError if the newest save failed."""
@@ -101,12 +120,10 @@ class CheckpointSaver:
             kept = f"step {newest} is the newest that is saved" if newest is not None else "nothing is saved yet"
             raise UserError(f"{self.folders.root}: {self.problem}; {kept}")
 
-    def abandon(self) -> None:
-        """Ends a save that is being written, without the other ranks: where an error ends the run."""
-        if self._pending is not None and self._pending.process:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self._pending.process, signal.SIGKILL)
-                os.waitpid(self._pending.process, 0)
+    def close(self) -> None:
+        """Ends the writing process and what it was writing, without the other ranks; nothing can be saved any more."""
+        if self._writer is not None:
+            self._writer.close()
         self._pending = None
 
     def _prepare(self, step: int, need: int) -> str | None:
@@ -117,43 +134,38 @@ class CheckpointSaver:
             return str(error)
         return None
 
-    def _fork(self, pending: _Pending) -> None:
-        pending.reader, writer = Pipe(duplex=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads stay behind: the child needs none
-            pending.process = os.fork()
-        if pending.process == 0:
-            _child(pending.plan, writer)
-        writer.close()
+    def _further(self) -> None:
+        """Waits for the stage that the save is in, and begins the next."""
+        pending, writer = self._pending, self._writer
+        assert pending is not None and writer is not None
+        if not pending.is_written:
+            self._finish(writer.result())
+            return
+        self._pending = None
+        self._close_with(agreement.first_alone(writer.result), pending)
 
-    def _finish(self) -> None:
-        """Waits for all ranks' files; the first gives the checkpoint its name."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        if pending.reader is not None:
-            try:
-                pending.outcome = pending.reader.recv()
-            except EOFError:
-                pending.outcome = "the process that wrote it was ended"
-            os.waitpid(pending.process, 0)
-        every = agreement.to_first(pending.outcome)
-        self.problem = agreement.first_alone(lambda: self._complete(pending, every))
+    def _finish(self, outcome: Written | str) -> None:
+        """When this rank has written: the first makes a checkpoint of all ranks' files."""
+        pending, writer = self._pending, self._writer
+        assert pending is not None
+        every = agreement.to_first(outcome)
+        task = (self.folders, pending.step, pending.plan.metadata, every, pending.meta)
+        if pending.beside:
+            assert writer is not None
+            if agreement.is_first():
+                writer.start(complete, *task)
+            pending.is_written = True
+            return
+        self._pending = None
+        self._close_with(agreement.first_alone(lambda: complete(*task)), pending)
+
+    def _close_with(self, result: tuple[str | None, list[str]] | str, pending: _Pending) -> None:
+        self.problem, remarks = (result, []) if isinstance(result, str) else result
+        if agreement.is_first():
+            for text in remarks:
+                self._say(text)
         if self.problem:
             self._tell(pending.step)
-
-    def _complete(self, pending: _Pending, every: list[Any]) -> str | None:
-        """On the first rank: the problem, or None when the checkpoint has its name."""
-        failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(every) if isinstance(outcome, str)]
-        try:
-            if failed:
-                raise UserError(failed[0])
-            pending.plan.finish(every, pending.meta)
-            self.folders.publish(pending.step)
-        except (UserError, OSError) as error:
-            shutil.rmtree(pending.plan.folder, ignore_errors=True)
-            return str(error)
-        self.folders.prune(pending.step, self._say)
-        return None
 
     def _tell(self, step: int) -> None:
         newest = self.folders.latest()
@@ -161,22 +173,39 @@ class CheckpointSaver:
         self._say(f"Warning: the checkpoint of step {step} was not saved: {self.problem}. Training goes on; {kept}")
 
 
-def _attempt(plan: Plan) -> Written | str:
-    """Any exception becomes words: torch's reach its caller as RuntimeError with the disk's words inside."""
+def complete(
+    folders: StepFolders, step: int, metadata: Any, every: list[Written | str], meta: dict[str, Any]
+) -> tuple[str | None, list[str]]:
+    """For the first rank alone: the problem, or None when the checkpoint has its name; and what else there is to say.
+
+    Args:
+        every: what each rank has written, or a text that says why it could not.
+    """
+    failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(every) if isinstance(outcome, str)]
+    remarks: list[str] = []
     try:
-        return plan.write()
+        if failed:
+            raise UserError(failed[0])
+        sharded.finish(folders.hidden(step), metadata, [o for o in every if not isinstance(o, str)], meta)
+        folders.publish(step)
+    except (UserError, OSError) as error:
+        shutil.rmtree(folders.hidden(step), ignore_errors=True)
+        return str(error), remarks
+    folders.prune(step, remarks.append)
+    return None, remarks
+
+
+def _attempt(plan: Plan) -> Written | str:
+    """Any exception becomes words: torch's reach their caller as RuntimeError with the disk's words inside."""
+    try:
+        return sharded.write(plan.on_cpu())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _child(plan: Plan, writer: Connection) -> None:
-    """Writes and tells; never returns. It outlives no parent, keeps no lock of it, and leaves stop signals to it."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        os.closerange(3, writer.fileno())
-        os.closerange(writer.fileno() + 1, 2**16)
-        writer.send(_attempt(plan))
-    finally:
-        os._exit(0)
+def _shortage(need: int) -> str | None:
+    free = free_memory()
+    if need <= free:
+        return None
+    room = f"{need / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
+    return f"{platform.node()}: a copy of the checkpoint takes {room}"

@@ -1,7 +1,7 @@
 """One checkpoint through Megatron's dist checkpointing (torch_dist): each rank writes its parts, any layout reads them.
 
-Planning is collective and needs the tensors; writing is each rank's own affair and may happen in a forked process;
-finishing is collective again. Megatron's own finish would leave ranks waiting for the first if that cannot write, so
+Planning is collective and needs the tensors; writing is each rank's own affair and finishing the first one's, in this
+process or in another. Megatron's own finish would leave ranks waiting for the first if that cannot write, so
 it is done here. Beside Megatron's files stands checkpoint.json (`manifest.py`).
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import queue
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from nemo_qad import agreement
 from nemo_qad.checkpoint import manifest
@@ -29,6 +30,7 @@ from nemo_qad.errors import UserError, show
 from nemo_qad.files import flush
 
 State = dict[str, Any]  # key -> ShardedTensor or ShardedObject
+Written = tuple[dict[int, Any], dict[str, dict[str, Any]]]  # Megatron's results, the files' sizes and digests
 _COMMON = "common_state"  # Megatron's own entry for what is not sharded; empty here
 
 
@@ -40,51 +42,72 @@ class _Planned(TorchDistSaveShardedStrategy):
 
 
 class Plan:
-    """What this rank has to write. `plan_save` makes it."""
+    """What this rank has to write. `plan_save` makes it.
+
+    Attributes:
+        metadata: Megatron's index so far, on the first rank.
+    """
 
     def __init__(self, writer: Any, metadata: Any) -> None:
-        self._writer, self._metadata = writer, metadata
+        self._writer, self.metadata = writer, metadata
+        if metadata is not None:
+            metadata.all_local_plans = None  # for a cache that is not used; as large as the index itself
         self.finalize_fns: list[Any] = []  # Megatron appends its own, which `finish` stands for
         self.folder = Path(writer.checkpoint_dir)
 
-    def stage(self) -> None:
-        """Brings tensors of a GPU into this machine's memory, so that training may change them."""
+    def job(self) -> Job:
+        """What `write` takes, the tensors where training has them."""
+        save, _, arguments = self._writer.get_save_function_and_args()
+        return Job(self.folder, save, tuple(arguments[:-1]))
+
+    def on_cpu(self) -> Job:
+        """The same, with the tensors in this machine's memory."""
         _, preload, _ = self._writer.get_save_function_and_args()
         if preload is not None and torch.cuda.is_available():
             self._writer.write_buckets = preload()
+        return self.job()
 
-    def write(self) -> tuple[dict[int, Any], dict[str, dict[str, Any]]]:
-        """Writes this rank's files to disk, durably. What `finish` wants: Megatron's results and the files' digests.
 
-        Raises:
-            RuntimeError, OSError: of whatever kind the disk gave, in words.
-        """
-        save, _, arguments = self._writer.get_save_function_and_args()
-        if save is None:
-            return {}, {}
-        results: queue.Queue[Any] = queue.Queue()
-        with _Quiet():
-            save(*arguments[:-1], results)
-        found = results.get_nowait()
-        if isinstance(found, Exception):
-            raise found
-        names = [name for _, name, _ in self._writer.write_buckets]
-        return found, {name: manifest.describe_file(self.folder / name) for name in names}
+@dataclass(frozen=True)
+class Job:
+    """One rank's part: Megatron's function with its arguments, rank and buckets of (path, name, contents)."""
 
-    def finish(self, every: list[tuple[dict[int, Any], dict[str, dict[str, Any]]]], meta: dict[str, Any]) -> None:
-        """On the first rank, with what all ranks' `write` returned: Megatron's index, then the manifest."""
-        results = [[item for items in found.values() for item in items] for found, _ in every]
-        self._metadata.all_local_plans = None  # for a cache that is not used; as large as the index itself
-        self._writer.finish(self._metadata, results)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
-        files: dict[str, dict[str, Any]] = {}
-        for _, described in every:
-            files |= described
-        for name in manifest.file_names(self.folder):
-            if name not in files:
-                flush(self.folder / name)
-                files[name] = manifest.describe_file(self.folder / name)
-        manifest.write_manifest(self.folder, files, meta)
+    folder: Path
+    save: Callable[..., None] | None
+    arguments: tuple[Any, ...]
+
+
+def write(job: Job) -> Written:
+    """Writes a rank's files to disk, durably. What `finish` wants: Megatron's results and the files' digests.
+
+    Raises:
+        RuntimeError, OSError: of whatever kind the disk gave, in words.
+    """
+    if job.save is None:
+        return {}, {}
+    results: queue.Queue[Any] = queue.Queue()
+    with _Quiet():
+        job.save(*job.arguments, results)
+    found = results.get_nowait()
+    if isinstance(found, Exception):
+        raise found
+    names = [name for _, name, _ in job.arguments[1]]
+    return found, {name: manifest.describe_file(job.folder / name) for name in names}
+
+
+def finish(folder: Path, metadata: Any, every: list[Written], meta: dict[str, Any]) -> None:
+    """For the first rank, with what all ranks' `write` returned: Megatron's index, then the manifest."""
+    results = [[item for items in found.values() for item in items] for found, _ in every]
+    FileSystemWriter(folder).finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    files: dict[str, dict[str, Any]] = {}
+    for _, described in every:
+        files |= described
+    for name in manifest.file_names(folder):
+        if name not in files:
+            flush(folder / name)
+            files[name] = manifest.describe_file(folder / name)
+    manifest.write_manifest(folder, files, meta)
 
 
 def plan_save(state: State, folder: Path) -> Plan:

@@ -97,7 +97,7 @@ class Distillation:
             self.saver.wait()
             raise
         finally:
-            self.saver.abandon()
+            self.saver.close()
             log.close()
         return self._hand_on(time.monotonic() - started)
 
@@ -182,6 +182,7 @@ class Distillation:
                     self._validate(log)
                 bar.advance(**shown, held_out_kl=self.last_kl)
                 self.saver.poll()
+                self.saver.reserve(trainer.saving)
                 if stop.agreed() or trainer.step % config.save_every == 0 or trainer.step == config.steps:
                     self._save(batch)
                     self._stop_if_asked(stop)

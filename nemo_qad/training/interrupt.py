@@ -20,7 +20,7 @@ class Interrupted(Stopped):
     """Training stopped on request after a whole step; `step` steps are saved."""
 
     def __init__(self, step: int, exit_status: int = EXIT_INTERRUPTED) -> None:
-        super().__init__(f"stopped on request after step {step}; continue with the same command", exit_status)
+        super().__init__(f"stopped on request after step {step}", exit_status)
         self.step = step
 
 

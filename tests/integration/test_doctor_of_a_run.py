@@ -154,7 +154,8 @@ def test_configuration_lock_and_rests_are_seen(run: Path, capsys: pytest.Capture
 
 
 def test_what_is_not_a_run_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, words in ((run.parent, "Its run folders are"), (run / "qad", "not a run folder"), (run / "x", "no such")):
+    answers = {run.parent: "Its run folders are", run / "qad": "not a run folder", run / "x": "no such"}
+    for folder, words in answers.items():
         assert doctor.main([str(folder)]) == 1 and words in capsys.readouterr().err
 
 
