@@ -37,7 +37,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._memory = os.memfd_create("checkpoint")
-        self._shared: Tensor | None = None
+        self._shared: mmap.mmap | None = None
         self._clearing: threading.Thread | None = None
         self.is_alive = True  # as far as is known
         self._pipe, end = Pipe()
@@ -57,7 +57,7 @@ class Writer:
         """Makes the shared memory so large, in the background: the kernel clears its pages, which takes as long as
         writing them several times."""
         shared = self._room(num_bytes)
-        self._clearing = threading.Thread(target=shared.zero_, daemon=True)
+        self._clearing = threading.Thread(target=_region(shared, 0, torch.uint8, (num_bytes,)).zero_, daemon=True)
         self._clearing.start()
 
     def start(self, work: Work, *arguments: Any) -> None:
@@ -95,14 +95,14 @@ class Writer:
             os.close(self._memory)
             self.process, self._shared = 0, None
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _room(self, num_bytes: int) -> mmap.mmap:
         if self._clearing is not None:
             self._clearing.join()
             self._clearing = None
         if self._shared is None or len(self._shared) < num_bytes:
             self._shared = None
             os.ftruncate(self._memory, max(num_bytes, mmap.PAGESIZE))
-            self._shared = _mapped(self._memory)
+            self._shared = mmap.mmap(self._memory, os.fstat(self._memory).st_size)
         return self._shared
 
 
@@ -124,7 +124,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: Tensor) -> None:
+    def __init__(self, file: io.BytesIO, shared: mmap.mmap | None) -> None:
         super().__init__(file)
         self._shared = shared
 
@@ -132,14 +132,12 @@ class _Unpickler(pickle.Unpickler):
         return _region(self._shared, *place)
 
 
-def _mapped(memory: int) -> Tensor:
-    """The shared memory as bytes."""
-    return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
-
-
-def _region(shared: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return shared[offset : offset + num_bytes].view(dtype).view(shape)
+def _region(shared: mmap.mmap | None, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor there with a storage of its own: torch writes a tensor's whole storage."""
+    count = torch.Size(shape).numel()
+    if shared is None or count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(shared, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _serve(memory: int, pipe: Connection, parent: int) -> None:
@@ -167,7 +165,8 @@ def _serve(memory: int, pipe: Connection, parent: int) -> None:
 def _attempt(job: io.BytesIO, memory: int) -> Any:
     """Any exception becomes words: torch's reach its caller as RuntimeError with the disk's words inside."""
     try:
-        shared = _mapped(memory) if os.fstat(memory).st_size else torch.empty(0, dtype=torch.uint8)
+        num_bytes = os.fstat(memory).st_size
+        shared = mmap.mmap(memory, num_bytes) if num_bytes else None
         work, arguments = _Unpickler(job, shared).load()
         return work(*arguments)
     except Exception as error:

@@ -106,6 +106,20 @@ def test_a_writer_that_is_ended_loses_one_save_and_no_more(tmp_path: Path) -> No
     saving.close()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_files_are_as_large_as_what_they_hold(tmp_path: Path, asynchronous: bool) -> None:
+    """Not larger: torch writes the whole storage of a tensor, and a save needs the room that was checked for it."""
+    saving = CheckpointSaver(StepFolders(tmp_path), print, asynchronous=asynchronous)
+    whole = torch.arange(40 * 4096.0).view(40, 4096)
+    state = {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", whole[i]) for i in range(40)}
+    for step in (1, 2):
+        saving.save(step, state, {})
+        saving.require_saved()
+        written = sum(path.stat().st_size for path in saving.folders.path(step).rglob("*") if path.is_file())
+        assert whole.nbytes < written < 1.15 * whole.nbytes + 2**14, (whole.nbytes, written)
+    saving.close()
+
+
 def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(saver_module, "free_memory", lambda: 1000)
